@@ -1,0 +1,84 @@
+"""A worker's outermost layer: from the command line to the exit status.
+
+    torchrun --max_restarts=3 --nnodes=1:2 -m elastic_mnist [OPTIONS]
+
+Each way to end is told here, once: 0 finished, 2 something for the user to put right, 1 a failure.
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_USAGE, PeerLost, ToldElsewhere, TrainingError, UsageError
+from elastic_mnist.launch import Place
+from elastic_mnist.lifeline import die_with_parent
+from elastic_mnist.settings import Settings, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: "Sequence[str] | None" = None) -> None:
+    """Run one worker; returns when the job is finished, else ends the process with its exit status."""
+    try:
+        settings, place = parse(sys.argv[1:] if arguments is None else arguments), Place.from_environment()
+    except UsageError as error:
+        print(f"elastic_mnist: error: {error}", file=sys.stderr)  # noqa: T201 - there is no event log yet
+        raise SystemExit(EXIT_USAGE) from None
+    if place.endpoint is not None:
+        die_with_parent()
+    try:
+        _train(settings, place)
+    except KeyboardInterrupt:
+        _end(EXIT_FAILURE)
+
+
+def _train(settings: Settings, place: Place) -> None:
+    from elastic_mnist import events  # noqa: PLC0415 - a wrong option is told before anything heavy is imported
+
+    events.configure(
+        settings.event_log_path, rank=place.rank, world_size=place.world_size, log_format=settings.log_format
+    )
+    from elastic_mnist import job, world  # noqa: PLC0415 - the same
+
+    try:
+        job.run(settings, place)
+    except UsageError as error:
+        world.refuse(place, str(error))
+        if not isinstance(error, ToldElsewhere):
+            print(f"elastic_mnist: error: {error}", file=sys.stderr)  # noqa: T201 - for people, not for the log
+        _end(EXIT_USAGE)
+    except PeerLost as error:
+        events.log.warning("peer.lost", reason=str(error))
+        _end(EXIT_FAILURE)
+    except TrainingError as error:
+        events.log.error("run.failed", reason=str(error), rank=place.rank)
+        _leave_error_file(error)
+        _end(EXIT_FAILURE)
+    except Exception as error:  # noqa: BLE001 - the last resort: told, and never swallowed
+        events.log.exception("run.failed", reason=f"{type(error).__name__}: {error}", rank=place.rank)
+        _leave_error_file(error)
+        _end(EXIT_FAILURE)
+
+
+def _leave_error_file(error: Exception) -> None:
+    """Leave the root cause where torchrun looks for it."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # noqa: PLC0415
+
+        get_error_handler().record_exception(error)
+
+
+def _end(status: int) -> NoReturn:
+    """End the process at once.
+
+    Ordinary interpreter exit would wait for lanes in the middle of a micro-batch, and for a process group
+    whose peers are gone.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What can go wrong, told to the person who can put it right.
+
+    ElasticMnistError
+    ├── UsageError            the command, its options or its surroundings; exit status 2
+    │   ├── SettingsError     an option has a value that cannot work
+    │   ├── DataError         the data set is missing, damaged or foreign
+    │   └── StoreError        the snapshot path cannot be read or written
+    ├── SnapshotError         one snapshot is damaged or unfit; another may serve
+    ├── TrainingError         the training itself cannot go on
+    └── PeerLost              another rank is gone; the next generation goes on
+
+A ``UsageError`` is one line that names the value, the limit and the way out. It is printed as it
+stands, without a traceback, and starting the same command again would end the same way.
+"""
+
+from typing import Final
+
+EXIT_USAGE: Final = 2
+"""Exit status for a usage, settings, data or store error."""
+
+EXIT_FAILURE: Final = 1
+"""Exit status for a failure; also of a rank whose peer is gone. torchrun starts the workers again."""
+
+
+class ElasticMnistError(Exception):
+    """The base of every error this package raises on purpose."""
+
+
+class UsageError(ElasticMnistError):
+    """Something only the user can put right; one line, exit status 2."""
+
+
+class SettingsError(UsageError):
+    """An option has a value that cannot work."""
+
+
+class DataError(UsageError):
+    """The data set is missing, damaged or not what it claims to be."""
+
+
+class StoreError(UsageError):
+    """The snapshot path cannot be read or written; never to be read as "there is no snapshot"."""
+
+
+class ToldElsewhere(UsageError):  # noqa: N818 - the error is another rank's
+    """A usage error that another rank has told; this one ends with the same status, and silently."""
+
+
+class SnapshotError(ElasticMnistError):
+    """One snapshot is damaged, torn or unfit to resume from."""
+
+
+class TrainingError(ElasticMnistError):
+    """Training cannot go on with correct results."""
+
+
+class PeerLost(ElasticMnistError):  # noqa: N818 - it is an event of the world, not a fault of this process
+    """A collective failed because another rank is gone; this generation is over."""

@@ -1,0 +1,153 @@
+"""The event log: what happened, what it cost and why, in one place.
+
+Invariant: one JSON object a line, one write a line, appended and never rewritten, so that lines of
+several processes and of several lives of the job never mix. Global rank 0 tells all; the other ranks
+only warnings and errors. Every other part of the package reports through `log` and knows nothing of
+files or formats.
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+_HEAD: Final = ("timestamp", "level", "event", "run_id", "generation", "rank", "world_size")
+
+_FILE_ONLY: Final = frozenset({"run_id", "rank", "settings", "versions", "argv"})
+
+
+class _Identity:
+    """Who speaks: the keys that every line carries. One a process, set as they become known."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, Any] = dict.fromkeys(_HEAD[3:])
+
+    def __call__(self, _logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        return {**self.keys, **event}
+
+
+class _JsonLines:
+    """The last stop before the console: appends each event to the log file.
+
+    The file is opened at the first event, so that a process with nothing to say leaves it as it is.
+    A log that cannot be written never stops the training: it is said once, on standard error.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def stop(self) -> None:
+        self._path = None
+
+    def __call__(self, _logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event = {key: event[key] for key in (*_HEAD, *event) if key in event}
+        if self._path is not None:
+            try:
+                self._append(self._path, (json.dumps(event, default=str) + "\n").encode())
+            except OSError as error:
+                sys.stderr.write(
+                    f"elastic_mnist: warning: event log {self._path}: {error.strerror}; going on without\n"
+                )
+                self._path = None
+        return event
+
+    def _append(self, path: Path, line: bytes) -> None:
+        if self._descriptor is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        os.write(self._descriptor, line)
+
+
+class _Stream:
+    """Standard output or error as structlog's sink; a reader that has gone away is no error."""
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        self._file = sys.stderr if to_stderr else sys.stdout
+
+    def msg(self, line: str) -> None:
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except (OSError, ValueError):  # a broken pipe, a full disk, a closed file
+            return
+
+    debug = info = warning = error = critical = msg
+
+
+def _for_people(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Shorten an event to what a person at the terminal reads; the file has all of it."""
+    shown = {key: value for key, value in event.items() if key not in _FILE_ONLY}
+    shown["timestamp"] = str(event["timestamp"])[11:19]
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in shown.items()}
+
+
+class _Bridge(logging.Handler):
+    """Carries the standard library's records of this package into the event log.
+
+    The modules that the torchrun agent uses too, where no event log exists, speak through `logging`;
+    their messages begin with the event's name.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        name, _, detail = record.getMessage().partition(" ")
+        log.log(record.levelno, name, detail=detail)
+
+
+_identity = _Identity()
+_file = _JsonLines(None)
+log: Final[structlog.typing.FilteringBoundLogger] = structlog.get_logger()
+"""Speaks for this process: `log.info("run.started", epochs=5)`."""
+
+
+def configure(path: Path | None, *, rank: int, world_size: int, log_format: str) -> None:
+    """Open the event log for this process.
+
+    Args:
+        path: the file to append to; None for none.
+        rank: this process's global rank; above 0, only warnings and errors are told, on standard error.
+        world_size: number of processes of this generation.
+        log_format: "auto", "console" or "json", for the console.
+    """
+    global _file  # noqa: PLW0603 - one event log a process
+    _file = _JsonLines(path)
+    identify(rank=rank, world_size=world_size)
+    stream = sys.stdout if rank == 0 else sys.stderr
+    plain = log_format == "json" or (log_format == "auto" and not stream.isatty())
+    renderers = (
+        [structlog.processors.JSONRenderer(default=str)]
+        if plain
+        else [_for_people, structlog.dev.ConsoleRenderer(sort_keys=False, pad_event_to=18)]
+    )
+    level = logging.INFO if rank == 0 else logging.WARNING
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            _identity,
+            _file,
+            *renderers,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda *_: _Stream(to_stderr=rank != 0),
+    )
+    package = logging.getLogger("elastic_mnist")
+    package.handlers = [_Bridge()]
+    package.setLevel(level)
+    package.propagate = False
+
+
+def identify(**keys: Any) -> None:  # noqa: ANN401 - the values of a JSON object
+    """Set keys that every later line of this process carries: `run_id`, `generation` and the like."""
+    _identity.keys.update(keys)
+
+
+def console_only() -> None:
+    """Leave the file as it is from here on: what there is to say stands in it already."""
+    _file.stop()

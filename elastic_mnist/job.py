@@ -1,0 +1,326 @@
+"""One life of a worker, from its settings to its exit: builds the parts, hands them to the loop.
+
+This is the only module that knows all the others. Imports of a restart are on the critical path of every
+recovery: what only some jobs need is imported where they need it.
+"""
+
+import hashlib
+import os
+import platform
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from elastic_mnist import __version__, data, events, model
+from elastic_mnist.errors import StoreError, ToldElsewhere, TrainingError, UsageError
+from elastic_mnist.evaluation import Evaluation, evaluate
+from elastic_mnist.events import log
+from elastic_mnist.gradients import AllReduceGradient, ExactGradient, GradientSync, Problem, use_deterministic_kernels
+from elastic_mnist.lanes import Lanes
+from elastic_mnist.launch import Place
+from elastic_mnist.settings import Settings
+from elastic_mnist.snapshots import contract, resume
+from elastic_mnist.snapshots import record as run_record
+from elastic_mnist.snapshots.durable import DurableTier, Manifest
+from elastic_mnist.snapshots.record import ProgressMark
+from elastic_mnist.snapshots.resume import Start
+from elastic_mnist.snapshots.state import State, pack, position_of
+from elastic_mnist.snapshots.storage import open_storage
+from elastic_mnist.trainer import Progress, Training, train
+from elastic_mnist.world import World, choose_device
+
+
+class Job:
+    """What stays the same in one life of a worker."""
+
+    def __init__(self, settings: Settings, place: Place) -> None:
+        self.settings = settings
+        self.place = place
+        self.device = choose_device(settings.device, place.local_rank)
+        use_deterministic_kernels(self.device)
+        self.dataset = data.load(
+            settings.dataset,
+            settings.data_dir,
+            train_samples=settings.train_samples,
+            test_samples=settings.test_samples,
+            seed=settings.seed,
+        )
+        self.world = World(place, self.device, timeout=settings.hang_timeout)
+        self.storage = open_storage(settings.snapshot_path)
+        self.tier = DurableTier(self.storage, keep_last=settings.keep_last)
+        self.mark_path = settings.event_log_path.with_suffix(".progress")
+
+
+def run(settings: Settings, place: Place) -> None:
+    """Train until the job is finished. Every rank must call this.
+
+    Raises:
+        UsageError: the user must put something right.
+        TrainingError: the training cannot go on.
+        PeerLost: another rank is gone.
+    """
+    job = Job(settings, place)
+    start = agree_on_start(job)
+    events.identify(run_id=start.record.run_id, generation=start.record.generation)
+    if start.finished is not None:
+        tell_nothing_to_do(job, start)
+    else:
+        training, network = build(job, start)
+        tell_start(job, start, training)
+        train(training)
+        if job.world.rank == 0:
+            tell_end(job, start, training, network)
+    job.world.barrier()  # nobody leaves before rank 0 has saved and told
+    job.world.leave()
+
+
+def agree_on_start(job: Job) -> Start:
+    """Let rank 0 decide where to go on from, and all ranks know."""
+    dataset = {
+        "name": job.dataset.name,
+        "num_samples": len(job.dataset.train_labels),
+        "sha256": job.dataset.sha256,
+    }
+    asked = contract.asked(job.settings, dataset)
+    message = None
+    if job.world.rank == 0:
+        decision: Start | UsageError
+        try:
+            decision = resume.decide(
+                job.storage,
+                job.tier,
+                job.settings,
+                asked,
+                world_size=job.world.size,
+                device_type=job.device.type,
+                mark_path=job.mark_path,
+            )
+        except UsageError as error:
+            decision = error
+        message = resume.to_bytes(decision)
+    try:
+        start = resume.from_bytes(job.world.broadcast(message))
+    except UsageError as error:
+        raise (error if job.world.rank == 0 else ToldElsewhere(str(error))) from None
+    resume.check_same_settings(start, asked)
+    return start
+
+
+def build(job: Job, start: Start) -> tuple[Training, model.ConvNet]:
+    """Build the parts of the training, in the state that `start` brings."""
+    settings, world, dataset = job.settings, job.world, job.dataset
+    state = start.state()
+    network = model.build(settings.seed)
+    if state is not None:
+        network.load_state_dict(state["model"])
+    network.to(job.device)
+    wrapped = world.wrap(network)
+    optimizer = torch.optim.Adam(network.parameters(), lr=settings.lr)
+    if state is not None:
+        optimizer.load_state_dict(state["optimizer"])
+
+    lanes = Lanes(num_lanes(job))
+    problem = Problem(
+        model=network,
+        images=dataset.train_images,
+        labels=dataset.train_labels,
+        seed=settings.seed,
+        device=job.device,
+        precision=settings.precision,
+    )
+    sizes = start.record.contract
+    gradient: GradientSync
+    if settings.gradient_sync == "exact":
+        gradient = ExactGradient(
+            problem,
+            lanes,
+            world.all_reduce,
+            global_batch_size=sizes["global_batch_size"],
+            micro_batch_size=sizes["micro_batch_size"],
+        )
+    else:
+        gradient = AllReduceGradient(problem, wrapped, world.all_reduce)
+        torch.set_num_threads(lanes.num_lanes)
+
+    def evaluate_model() -> Evaluation:
+        return evaluate(
+            network,
+            dataset.test_images,
+            dataset.test_labels,
+            device=job.device,
+            precision=settings.precision,
+            lanes=lanes,
+            all_reduce=world.all_reduce,
+            rank=world.rank,
+            world_size=world.size,
+        )
+
+    def save(training: Training) -> None:
+        if world.rank == 0:
+            save_snapshot(job, start, training, network)
+
+    mark = ProgressMark(job.mark_path, run_id=start.record.run_id, generation=start.record.generation)
+    training = Training(
+        settings=settings,
+        num_samples=len(dataset.train_labels),
+        global_batch_size=sizes["global_batch_size"],
+        micro_batch_size=sizes["micro_batch_size"],
+        rank=world.rank,
+        world_size=world.size,
+        optimizer=optimizer,
+        gradient=gradient,
+        evaluate=evaluate_model,
+        save=save,
+        finished_step=mark.set if world.rank == 0 else lambda _: None,
+    )
+    if state is not None:
+        training.position = position_of(state)
+        training.progress = Progress(**state["progress"])
+    training.finished_step(training.position.step)
+    return training, network
+
+
+def num_lanes(job: Job) -> int:
+    """Return how many micro-batches this process computes at once."""
+    if job.device.type != "cpu":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return job.settings.threads or max(1, cores // job.place.local_world_size)
+
+
+def save_snapshot(job: Job, start: Start, training: Training, network: model.ConvNet) -> None:
+    """Take a durable snapshot on rank 0. One that fails is told, and the training goes on, but for the last."""
+    snapshot = pack(state_of(job, start, training, network))
+    manifest = Manifest(
+        **vars(training.position),
+        size_bytes=len(snapshot),
+        sha256=hashlib.sha256(snapshot).hexdigest(),
+        weights_sha256=model.weights_sha256(network.state_dict()),
+        settings_fingerprint=contract.fingerprint(start.record.contract),
+        run_id=start.record.run_id,
+        generation=start.record.generation,
+        created_at=time.time(),
+        test_accuracy=training.progress.test_accuracy,
+    )
+    try:
+        job.tier.save(snapshot, manifest)
+    except StoreError as error:
+        log.error("snapshot.failed", path=job.tier.path(manifest), reason=str(error))
+        if training.position.epoch >= job.settings.epochs:
+            raise TrainingError(f"the final snapshot could not be saved: {error}") from error
+
+
+def state_of(job: Job, start: Start, training: Training, network: model.ConvNet) -> State:
+    """Return the state of the training as a snapshot holds it."""
+    return {
+        "model": network.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        **vars(training.position),
+        "global_batch_size": training.global_batch_size,
+        "micro_batch_size": training.micro_batch_size,
+        "seed": job.settings.seed,
+        "settings": job.settings.as_plain(),
+        "contract": start.record.contract,
+        "dataset": {
+            "name": job.dataset.name,
+            "num_samples": training.num_samples,
+            "sha256": job.dataset.sha256,
+        },
+        "versions": versions(),
+        "world_size": job.world.size,
+        "run_id": start.record.run_id,
+        "generation": start.record.generation,
+        "progress": vars(training.progress).copy(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return what a result's bits may hang on beside the settings."""
+    return {
+        "elastic_mnist": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def tell_start(job: Job, start: Start, training: Training) -> None:
+    """Tell how this generation begins, and where it goes on from."""
+    log.info(
+        "run.started",
+        source=start.source,
+        snapshot_path=job.storage.location,
+        argv=sys.argv[1:],
+        settings=job.settings.as_plain(),
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        device=str(job.device),
+        num_threads=num_lanes(job),
+        versions=versions(),
+    )
+    if start.source != "fresh" or start.record.generation > 0:
+        log.info(
+            "run.resumed",
+            source=start.source,
+            path=start.path,
+            **vars(training.position),
+            num_lost_steps=start.num_lost_steps,
+        )
+
+
+def tell_end(job: Job, start: Start, training: Training, network: model.ConvNet) -> None:
+    """Tell on rank 0 that the job is finished, and note in the run's record that it has been told."""
+    wall_seconds = time.time() - start.record.started_at
+    finished(
+        job,
+        start,
+        step=training.position.step,
+        epoch=training.position.epoch,
+        test_accuracy=training.progress.test_accuracy,
+        weights_sha256=model.weights_sha256(network.state_dict()),
+        wall_seconds=round(wall_seconds, 3),
+        goodput=round(training.progress.productive_seconds / max(wall_seconds, 1e-9), 4),
+    )
+    ProgressMark.remove(job.mark_path)
+
+
+def finished(job: Job, start: Start, **keys: Any) -> None:  # noqa: ANN401 - the values of a JSON object
+    """Tell the end, once, and note that it has been told."""
+    log.info(
+        "run.finished",
+        **keys,
+        num_restarts=start.record.generation,
+        num_lost_steps=start.record.num_lost_steps,
+    )
+    run_record.write(job.storage, replace(start.record, is_finished=True))
+
+
+def tell_nothing_to_do(job: Job, start: Start) -> None:
+    """Tell that the job was finished before; leaves every file as it is where that stands in the log already."""
+    manifest = start.finished
+    assert manifest is not None
+    if start.record.is_finished:
+        events.console_only()
+    elif job.world.rank == 0:  # killed between its last snapshot and its last word
+        finished(
+            job,
+            start,
+            step=manifest.step,
+            epoch=manifest.epoch,
+            test_accuracy=manifest.test_accuracy,
+            weights_sha256=manifest.weights_sha256,
+            wall_seconds=None,
+            goodput=None,
+        )
+    log.info(
+        "run.nothing_to_do",
+        epoch=manifest.epoch,
+        step=manifest.step,
+        path=start.path,
+        test_accuracy=manifest.test_accuracy,
+        weights_sha256=manifest.weights_sha256,
+        hint=f"--epochs {job.settings.epochs} are done; ask for more to go on",
+    )

@@ -1,0 +1,59 @@
+"""Several micro-batches at once on a CPU, each on one intra-op thread.
+
+The bits of a micro-batch depend on how many intra-op threads compute it: a convolution split in two
+adds in another order. So a micro-batch always gets exactly one, and a process uses its cores by
+running several micro-batches beside each other. torch releases the interpreter lock in its kernels.
+
+Invariant: which lane computes an item changes no bit of the item's result.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+class Lanes:
+    """A fixed number of lanes; with one, everything runs in the calling thread.
+
+    Construct it in the thread that trains: the number of intra-op threads of that thread becomes 1 too,
+    so that the optimizer's kernels are as fixed as the gradients'.
+    """
+
+    def __init__(self, num_lanes: int) -> None:
+        self.num_lanes = num_lanes
+        torch.set_num_threads(1)
+        self._pool = (
+            ThreadPoolExecutor(num_lanes, thread_name_prefix="lane", initializer=torch.set_num_threads, initargs=(1,))
+            if num_lanes > 1
+            else None
+        )
+
+    def run(self, work: Callable[[int, Item], None], items: Iterable[Item]) -> None:
+        """Call `work(lane, item)` for each item and wait for all of them.
+
+        A lane takes the next item when it is free. Work of one lane never overlaps in time, so buffers
+        belong to a lane. The first exception is raised here, once all lanes have ended.
+        """
+        if self._pool is None:
+            for item in items:
+                work(0, item)
+            return
+        waiting = deque(items)
+
+        def drain(lane: int) -> None:
+            while waiting:
+                try:
+                    item = waiting.popleft()  # atomic; another lane may have taken the last one
+                except IndexError:
+                    return
+                work(lane, item)
+
+        futures = [self._pool.submit(drain, lane) for lane in range(self.num_lanes)]
+        wait(futures)
+        for future in futures:
+            future.result()

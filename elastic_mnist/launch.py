@@ -1,0 +1,72 @@
+"""What the launcher tells a worker: its place, and the names through which agent and worker speak.
+
+Imports nothing heavy: a worker knows its place before it imports torch. The agent's side of this is
+`rendezvous.py`; the two import this and nothing of each other.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from elastic_mnist.errors import UsageError
+
+STORE_ENDPOINT: Final = "ELASTIC_MNIST_STORE"
+"""HOST:PORT of the rendezvous' TCPStore, which outlives the workers."""
+
+GENERATION_KEY: Final = "ELASTIC_MNIST_GENERATION_KEY"
+"""A name that all workers of one generation share, and no other generation does."""
+
+AGENT_ID: Final = "ELASTIC_MNIST_AGENT_ID"
+"""The agent that started this worker."""
+
+
+def refusal_key(agent_id: str) -> str:
+    """Return the store key under which a worker tells its agent why starting it again is of no use."""
+    return f"elastic_mnist/refusal/{agent_id}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This process's place among the workers, as the launcher set it in the environment.
+
+    Attributes:
+        endpoint: HOST and PORT of the store where the workers meet; None for a process on its own.
+        is_hosted: whether an agent serves that store; else rank 0 does.
+        generation_key: names this generation, where the agent says so.
+        agent_id: the agent that started this process, where it says so.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    endpoint: tuple[str, int] | None = None
+    is_hosted: bool = False
+    generation_key: str | None = None
+    agent_id: str | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place":
+        """Read torchrun's variables and those of the plug-in; without any, the process is on its own."""
+        if "RANK" not in environment:
+            return cls()
+        try:
+            shared = environment.get(STORE_ENDPOINT)
+            host, _, port = (
+                shared.rpartition(":") if shared else (environment["MASTER_ADDR"], "", environment["MASTER_PORT"])
+            )
+            return cls(
+                rank=int(environment["RANK"]),
+                world_size=int(environment["WORLD_SIZE"]),
+                local_rank=int(environment.get("LOCAL_RANK", "0")),
+                local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
+                endpoint=(host, int(port)),
+                is_hosted=shared is not None or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                generation_key=environment.get(GENERATION_KEY),
+                agent_id=environment.get(AGENT_ID),
+            )
+        except (KeyError, ValueError) as error:
+            raise UsageError(
+                f"environment: RANK is set, but {error} does not fit; start with torchrun, or unset RANK"
+            ) from None

@@ -1,0 +1,39 @@
+"""A worker's tie to the agent that started it.
+
+Invariant: a worker does not outlive its agent. Without the tie, SIGKILL of an agent leaves its
+workers training on, and writing snapshots beside those of their successors.
+Called once, first of all in a worker; imports nothing heavy, so that the tie also holds during the
+imports.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1  # prctl(2)
+_POLL_SECONDS: Final = 0.5
+
+
+def die_with_parent() -> None:
+    """Have this process killed when its parent dies, however that comes about.
+
+    On Linux the kernel does it; elsewhere a thread asks twice a second.
+    """
+    parent = os.getppid()
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0:
+            if os.getppid() != parent:  # it died between the two calls
+                os.kill(os.getpid(), signal.SIGKILL)
+            return
+    threading.Thread(target=_poll, args=(parent,), name="lifeline", daemon=True).start()
+
+
+def _poll(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,217 @@
+"""torchrun's plug-in: what makes elastic launches of this package safe.
+
+torchrun loads `install` through the entry-point group `torchrun.handlers` when an agent starts, in every
+job of the environment. It acts only where the launched module is `elastic_mnist`, and there:
+
+- checks the options and the data before any worker starts: a mistake costs a second and one line;
+- turns `--nnodes=MIN:MAX` without `--rdzv_backend` into an elastic (c10d) rendezvous at
+  `--master_addr:--master_port`; torchrun's own choice, the static one, waits for MAX nodes;
+- gives each generation of workers a name of its own in the rendezvous' store. Stock workers share one
+  namespace over restarts and may read the addresses of the dead;
+- ends the agent, instead of restarting its workers, where a worker has said that this is of no use.
+
+Invariant: torchrun's public interfaces (`RendezvousHandler`, `create_backend`, `create_handler`) are all it
+builds on; the one private thing it touches is the table of registered backends. Where that has moved, it
+says so and leaves stock behaviour.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import uuid
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from torch.distributed import Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+
+from elastic_mnist import launch
+from elastic_mnist.errors import EXIT_USAGE, UsageError
+
+MODULE: Final = "elastic_mnist"
+
+# A lost node is noticed after interval x attempts; torchrun's own 5 s x 3 was most of a recovery's time.
+# Five attempts, because a busy machine may well hold up one heartbeat.
+_DEFAULTS: Final = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 1}
+
+Creator = Callable[[RendezvousParameters], RendezvousHandler]
+
+
+def install() -> Creator:
+    """Put the elastic rendezvous behind torchrun's backends `static` and `c10d`, for this package's jobs.
+
+    Returns:
+        The creator that torchrun registers under the entry point's own name, so that
+        `--rdzv_backend=elastic_mnist` asks for it openly.
+    """
+    try:
+        creators = rendezvous_handler_registry._registry  # noqa: SLF001 - `register` refuses a second creator
+        for backend in ("static", "c10d"):
+            creators[backend] = _choose(creators[backend])
+    except (AttributeError, KeyError, TypeError):
+        if _launch() is not None:
+            _say("this torch keeps its rendezvous backends elsewhere; use --rdzv_backend=elastic_mnist")
+    return _create
+
+
+def _choose(stock: Creator) -> Creator:
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        arguments = _launch()
+        if arguments is None:
+            return stock(parameters)
+        _check_before_start(arguments)
+        if parameters.backend == "static" and parameters.min_nodes == parameters.max_nodes:
+            return stock(parameters)
+        return _create(parameters)
+
+    return create
+
+
+def _launch() -> Namespace | None:
+    """Return torchrun's arguments where they launch this package's module."""
+    if MODULE not in sys.argv:
+        return None
+    with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        from torch.distributed.run import parse_args  # noqa: PLC0415 - only a torchrun agent needs it
+
+        arguments: Namespace = parse_args(sys.argv[1:])
+        if arguments.module and arguments.training_script == MODULE:
+            return arguments
+    return None
+
+
+def _check_before_start(arguments: Namespace) -> None:
+    """End the agent with one line where its workers could not start.
+
+    This is also where a node's data is fetched: once a node, before anybody waits in a collective.
+    """
+    from elastic_mnist import data, settings  # noqa: PLC0415 - other torchrun jobs must not pay for it
+
+    _log_to_stderr()
+    try:
+        options = settings.parse(arguments.training_script_args)
+        data.ensure(options.dataset, options.data_dir)
+    except UsageError as error:
+        _end(str(error))
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Build the elastic rendezvous that `parameters` describe."""
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler  # noqa: PLC0415
+
+    # Each generation gets a bootstrap address of its own, published anew. With the shared one, torchrun's
+    # agents cache the first address, and a node that joins waits for it in vain.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    for key, value in _DEFAULTS.items():
+        parameters.config.setdefault(key, value)
+    try:
+        backend, store = create_backend(parameters)
+    except RendezvousConnectionError:
+        _end(
+            f"{parameters.endpoint}: no rendezvous there; another program holds the port, or the first node "
+            f"is not up. Choose another with --master_port or --rdzv_endpoint"
+        )
+    endpoint = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else None
+    _say(
+        f"elastic rendezvous at {endpoint or parameters.endpoint} for {parameters.min_nodes} to "
+        f"{parameters.max_nodes} nodes"
+        + (", in place of the static one, which waits for all" if parameters.backend == "static" else "")
+    )
+    return ElasticRendezvous(create_handler(store, backend, parameters), parameters.backend, store, endpoint)
+
+
+class ElasticRendezvous(RendezvousHandler):
+    """A rendezvous that tells the workers of each round which store and which namespace are theirs.
+
+    Args:
+        inner: does the work.
+        backend: the name torchrun knows this by.
+        store: the rendezvous' store.
+        endpoint: HOST:PORT of the store, None where it is a file.
+    """
+
+    def __init__(self, inner: RendezvousHandler, backend: str, store: Store, endpoint: str | None) -> None:
+        self._inner = inner
+        self._backend = backend
+        self._store = store
+        self._agent_id = uuid.uuid4().hex
+        os.environ[launch.AGENT_ID] = self._agent_id
+        if endpoint is not None:
+            os.environ[launch.STORE_ENDPOINT] = endpoint
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round, and name it for the workers that the agent starts then."""
+        self._end_if_refused()
+        info = self._inner.next_rendezvous()
+        # The round's store is a namespace of the agents alone; its first member names the workers'.
+        key = "elastic_mnist/generation_key"
+        if info.rank == 0:
+            info.store.set(key, uuid.uuid4().hex)
+        os.environ[launch.GENERATION_KEY] = info.store.get(key).decode()
+        return info
+
+    def _end_if_refused(self) -> None:
+        """End the agent where one of its workers has said that starting it again is of no use."""
+        key = launch.refusal_key(self._agent_id)
+        with contextlib.suppress(RuntimeError):  # a store that is gone refuses nothing
+            if self._store.check([key]):
+                raise SystemExit(EXIT_USAGE)
+
+    def shutdown(self) -> bool:
+        """Leave for good; the agent calls this last."""
+        done = self._inner.shutdown()
+        self._end_if_refused()
+        return done
+
+    def get_backend(self) -> str:
+        """Return the name torchrun asked for."""
+        return self._backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the bootstrap address is the agent's: never, see `_create`."""
+        return self._inner.use_agent_store
+
+    def is_closed(self) -> bool:
+        """Whether the job is over."""
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """End the job for all nodes."""
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Return the number of nodes that would join."""
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """Return the rendezvous' id."""
+        return self._inner.get_run_id()
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"elastic_mnist: {message}\n")
+
+
+def _end(message: str) -> NoReturn:
+    _say(f"error: {message}")
+    raise SystemExit(EXIT_USAGE)
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("elastic_mnist: %(message)s"))
+    package = logging.getLogger(MODULE)
+    package.handlers = [handler]
+    package.setLevel(logging.INFO)
+    package.propagate = False

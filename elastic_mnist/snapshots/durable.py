@@ -1,0 +1,194 @@
+"""The durable tier: `step-00000590.pt`, and its manifest `step-00000590.json`.
+
+Invariant: the manifest is the commit. It is written last, after the data is safe, and holds the data's
+size and SHA-256, and its own. What has no valid manifest does not exist; what does not match its manifest
+is never loaded, but set aside and named.
+
+Global rank 0 alone writes, and decides what to believe; see `resume` for how the others agree.
+"""
+
+import hashlib
+import json
+import re
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from elastic_mnist.errors import SnapshotError, StoreError
+from elastic_mnist.events import log
+from elastic_mnist.sampler import Position
+from elastic_mnist.snapshots.state import position_of, unpack
+from elastic_mnist.snapshots.storage import Storage
+
+_MANIFEST_NAME: Final = re.compile(r"step-(\d{8,})\.json")
+_DATA_NAME: Final = re.compile(r"step-(\d{8,})\.pt")
+_ASIDE: Final = ".rejected"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What is known of a snapshot without opening it.
+
+    Attributes:
+        step, epoch, samples_in_epoch: what is finished; see `Position`.
+        size_bytes, sha256: of the data file.
+        weights_sha256: of the model's weights, as the event `run.finished` gives it.
+        settings_fingerprint: of the settings that the result hangs on.
+        run_id, generation: who wrote it.
+        created_at: seconds since the epoch of UTC.
+        test_accuracy: of the last evaluation before it; None before the first.
+    """
+
+    step: int
+    epoch: int
+    samples_in_epoch: int
+    size_bytes: int
+    sha256: str
+    weights_sha256: str
+    settings_fingerprint: str
+    run_id: str
+    generation: int
+    created_at: float
+    test_accuracy: float | None
+
+    @property
+    def position(self) -> Position:
+        """What is finished."""
+        return Position(epoch=self.epoch, samples_in_epoch=self.samples_in_epoch, step=self.step)
+
+    @property
+    def data_name(self) -> str:
+        """The name of the data file."""
+        return f"step-{self.step:08d}.pt"
+
+    @property
+    def name(self) -> str:
+        """The name of the manifest itself."""
+        return f"step-{self.step:08d}.json"
+
+    def to_json(self) -> bytes:
+        """Serialise, with a digest of the content in `manifest_sha256`."""
+        content = asdict(self)
+        return json.dumps({**content, "manifest_sha256": _digest_of(content)}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, name: str) -> "Manifest":
+        """Read a manifest that lies under `name`; raises `SnapshotError` unless every byte is as written."""
+        try:
+            content = json.loads(data)
+            digest = content.pop("manifest_sha256")
+            manifest = cls(**{field.name: content[field.name] for field in fields(cls)})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SnapshotError(f"manifest not readable: {type(error).__name__}: {error}") from None
+        # Byte for byte, so that no flipped bit can hide in white space or in a number's spelling.
+        if digest != _digest_of(content) or manifest.to_json() != data:
+            raise SnapshotError("manifest does not match its own SHA-256")
+        if manifest.name != name:
+            raise SnapshotError(f"manifest is that of step {manifest.step}")
+        return manifest
+
+
+class DurableTier:
+    """The durable snapshots at one place.
+
+    Args:
+        storage: the place.
+        keep_last: number of snapshots that retention leaves.
+        read_only: whether the place is another run's, where damaged snapshots are told but left as they are.
+    """
+
+    def __init__(self, storage: Storage, *, keep_last: int = 1, read_only: bool = False) -> None:
+        self._storage = storage
+        self._read_only = read_only
+        self._keep_last = keep_last
+
+    def save(self, data: bytes, manifest: Manifest) -> None:
+        """Commit a snapshot, then remove the oldest ones beyond `keep_last`.
+
+        Raises:
+            StoreError: it could not be written; what was there before still is.
+        """
+        began = time.monotonic()
+        assert len(data) == manifest.size_bytes
+        self._storage.put(manifest.data_name, data)
+        self._storage.put(manifest.name, manifest.to_json())
+        log.info(
+            "snapshot.saved",
+            tier="storage",
+            step=manifest.step,
+            epoch=manifest.epoch,
+            path=self._storage.path(manifest.data_name),
+            size_bytes=manifest.size_bytes,
+            save_seconds=round(time.monotonic() - began, 4),
+        )
+        try:
+            self._prune()
+        except StoreError as error:  # the snapshot is committed; the old ones cost space only
+            log.warning("snapshot.prune_failed", reason=str(error))
+
+    def manifests(self) -> list[Manifest]:
+        """Return the valid manifests, the largest step first; invalid ones are told and set aside."""
+        found = []
+        for name in self._storage.names():
+            if _MANIFEST_NAME.fullmatch(name):
+                try:
+                    found.append(Manifest.from_json(self._storage.get(name), name))
+                except (SnapshotError, FileNotFoundError) as error:
+                    self._reject(name, str(error))
+        return sorted(found, key=lambda manifest: manifest.step, reverse=True)
+
+    def load(self, manifest: Manifest) -> bytes:
+        """Return a snapshot's bytes, checked against its manifest; raises `SnapshotError`."""
+        try:
+            data = self._storage.get(manifest.data_name)
+        except FileNotFoundError:
+            raise SnapshotError(f"{manifest.data_name} is missing") from None
+        if len(data) != manifest.size_bytes:
+            raise SnapshotError(f"{len(data):,} bytes, its manifest says {manifest.size_bytes:,}")
+        if hashlib.sha256(data).hexdigest() != manifest.sha256:
+            raise SnapshotError("its SHA-256 is not its manifest's")
+        if position_of(unpack(data)) != manifest.position:
+            raise SnapshotError("its position is not its manifest's")
+        return data
+
+    def newest_valid(self) -> tuple[Manifest, bytes] | None:
+        """Return the newest snapshot that is whole; damaged newer ones are told and set aside."""
+        for manifest in self.manifests():
+            try:
+                return manifest, self.load(manifest)
+            except SnapshotError as error:
+                self._reject(manifest.name, str(error))
+        return None
+
+    def path(self, manifest: Manifest) -> str:
+        """Return where a snapshot is."""
+        return self._storage.path(manifest.data_name)
+
+    def _reject(self, manifest_name: str, reason: str) -> None:
+        """Tell of a snapshot that is not to be believed, and take it out of the way.
+
+        The manifest goes first: without it the snapshot does not exist.
+        """
+        data_name = manifest_name.replace(".json", ".pt")
+        log.warning("snapshot.rejected", path=self._storage.path(data_name), reason=reason)
+        for name in () if self._read_only else (manifest_name, data_name):
+            try:
+                self._storage.rename(name, name + _ASIDE)
+            except (FileNotFoundError, StoreError):
+                continue  # a read-only store is no reason not to take the snapshot before
+
+    def _prune(self) -> None:
+        """Remove the snapshots beyond `keep_last`, and data that never got its manifest."""
+        names = self._storage.names()
+        committed = sorted(int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, names) if match)
+        kept = committed[-self._keep_last :]
+        for step in committed[: -self._keep_last]:
+            self._storage.delete(f"step-{step:08d}.json")
+        for name in names:
+            match = _DATA_NAME.fullmatch(name)
+            if match and int(match[1]) not in kept:
+                self._storage.delete(name)
+
+
+def _digest_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,128 @@
+"""The record of a run, `run.json` beside its snapshots, and the mark of how far it came.
+
+The record is claimed anew by rank 0 of each generation, before its first step: it names the run, counts its
+generations and holds the contract. Writing it also shows that snapshots can be written.
+
+The mark is a small local file that rank 0 rewrites after every step, unsynced: it outlives a killed
+process, at the cost of some microseconds, and tells the next generation how many steps were lost.
+"""
+
+import contextlib
+import json
+import os
+import uuid
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from elastic_mnist.errors import StoreError
+from elastic_mnist.snapshots.contract import Contract
+from elastic_mnist.snapshots.storage import Storage
+
+NAME: Final = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run, as its latest generation claimed it.
+
+    Attributes:
+        run_id: the run's name, for all its generations.
+        generation: counts the worker generations of the run, from 0.
+        started_at: when its first generation began, in seconds since the epoch of UTC.
+        num_lost_steps: steps that were made, lost and made again, over all generations.
+        is_finished: whether the end of the run has been told.
+        contract: the settings its result hangs on.
+    """
+
+    run_id: str
+    generation: int
+    started_at: float
+    num_lost_steps: int
+    is_finished: bool
+    contract: Contract
+
+    @classmethod
+    def new(cls, contract: Contract, *, started_at: float) -> "RunRecord":
+        """Return the record of a run that begins."""
+        return cls(
+            run_id=uuid.uuid4().hex[:12],
+            generation=0,
+            started_at=started_at,
+            num_lost_steps=0,
+            is_finished=False,
+            contract=contract,
+        )
+
+    def next_generation(self, *, num_lost_steps: int, contract: Contract) -> "RunRecord":
+        """Return the record as the generation after this one claims it."""
+        return replace(
+            self,
+            generation=self.generation + 1,
+            num_lost_steps=self.num_lost_steps + num_lost_steps,
+            is_finished=False,
+            contract=contract,
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the record as JSON-ready values."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, content: dict[str, Any]) -> "RunRecord":
+        """Build a record from what `to_plain` returned."""
+        return cls(**{field.name: content[field.name] for field in fields(cls)})
+
+
+def read(storage: Storage) -> RunRecord | None:
+    """Return the record at a place, None where there is none."""
+    try:
+        return RunRecord.from_plain(json.loads(storage.get(NAME)))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{storage.path(NAME)}: damaged ({type(error).__name__}); move it away: it is made anew from the snapshots"
+        ) from None
+
+
+def write(storage: Storage, record: RunRecord) -> None:
+    """Claim the place for a generation; raises `StoreError` where it cannot be written."""
+    storage.put(NAME, json.dumps(record.to_plain(), indent=1).encode() + b"\n")
+
+
+class ProgressMark:
+    """How far a generation came: the number of finished steps, in a local file.
+
+    Args:
+        path: of the file.
+        generation: the generation that writes.
+        run_id: its run.
+    """
+
+    def __init__(self, path: Path, *, run_id: str, generation: int) -> None:
+        self._path = path
+        self._who = f"{run_id} {generation}"
+        self._descriptor: int | None = None
+
+    def set(self, step: int) -> None:
+        """Note that `step` steps are finished. A mark that cannot be written is done without."""
+        with contextlib.suppress(OSError):
+            if self._descriptor is None:
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            os.pwrite(self._descriptor, f"{self._who} {step:012d}\n".encode(), 0)
+
+    @staticmethod
+    def read(path: Path, record: RunRecord) -> int | None:
+        """Return how far the last generation came, None where the mark is missing or another's."""
+        try:
+            run_id, generation, step = path.read_text().split()
+            return int(step) if (run_id, generation) == (record.run_id, str(record.generation)) else None
+        except (OSError, ValueError):
+            return None
+
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Remove the file: the run is finished."""
+        with contextlib.suppress(OSError):
+            path.unlink()

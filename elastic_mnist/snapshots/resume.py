@@ -1,0 +1,242 @@
+"""Where a generation goes on from.
+
+Invariant: rank 0 alone decides, from what it alone may see, and all ranks get the decision and the state by
+broadcast. A run never starts afresh over another run's snapshots, and never goes on under settings that
+change its result unless it is told to.
+"""
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elastic_mnist.errors import SnapshotError, StoreError, UsageError
+from elastic_mnist.events import log
+from elastic_mnist.sampler import Position
+from elastic_mnist.settings import Settings
+from elastic_mnist.snapshots import record as run_record
+from elastic_mnist.snapshots.contract import Contract, accept, differences, resolve
+from elastic_mnist.snapshots.durable import DurableTier, Manifest
+from elastic_mnist.snapshots.record import ProgressMark, RunRecord
+from elastic_mnist.snapshots.state import State, position_of, unpack
+from elastic_mnist.snapshots.storage import Storage, open_storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What all ranks of a generation know before its first step.
+
+    Attributes:
+        record: the run, claimed for this generation.
+        asked: the contract as rank 0's settings ask for it; the other ranks' must be the same.
+        source: "fresh", "storage" or "file".
+        path: where the state comes from; None for a fresh start.
+        num_lost_steps: steps that the generation before made and this one must make again; None: not known.
+        finished: the manifest of the final snapshot, where nothing is left to do.
+        data: the snapshot's bytes; None for a fresh start.
+    """
+
+    record: RunRecord
+    asked: Contract
+    source: str
+    path: str | None = None
+    num_lost_steps: int | None = 0
+    finished: Manifest | None = None
+    data: bytes | None = None
+
+    def state(self) -> State | None:
+        """Return the state to go on from, None for a fresh start."""
+        return None if self.data is None else unpack(self.data)
+
+
+def decide(  # the cases of a start, in order
+    storage: Storage,
+    tier: DurableTier,
+    settings: Settings,
+    asked: Contract,
+    *,
+    world_size: int,
+    device_type: str,
+    mark_path: Path,
+) -> Start:
+    """Decide on rank 0, and claim the run where there is something to do.
+
+    Raises:
+        UsageError: the snapshots are another job's, or cannot be read or written.
+    """
+    recorded = run_record.read(storage)
+    newest = tier.newest_valid()
+    if newest is not None:
+        manifest, data = newest
+        state = unpack(data)
+        recorded = _of_snapshot(recorded, state)
+        contract = _agreed(recorded.contract, asked, settings, storage.location, world_size)
+        if manifest.epoch >= settings.epochs:
+            return Start(record=recorded, asked=asked, source="storage", path=tier.path(manifest), finished=manifest)
+        start = _go_on(
+            recorded=recorded,
+            contract=contract,
+            asked=asked,
+            source="storage",
+            path=tier.path(manifest),
+            data=data,
+            position=manifest.position,
+            mark_path=mark_path,
+        )
+    elif settings.resume_from is not None:
+        path, data = _read_file(settings.resume_from)
+        state = unpack(data)
+        contract = _agreed(state["contract"], asked, settings, path, world_size)
+        if recorded is None or recorded.contract != contract:
+            start = Start(record=_new(contract), asked=asked, source="file", path=path, data=data)
+        else:  # a generation that was lost before its first snapshot
+            start = _go_on(
+                recorded=recorded,
+                contract=contract,
+                asked=asked,
+                source="file",
+                path=path,
+                data=data,
+                position=position_of(state),
+                mark_path=mark_path,
+            )
+    elif recorded is None or differences(recorded.contract, asked):
+        contract = resolve(asked, world_size=world_size, device_type=device_type)
+        start = Start(record=_new(contract), asked=asked, source="fresh")
+    else:
+        start = _go_on(
+            recorded=recorded,
+            contract=recorded.contract,
+            asked=asked,
+            source="fresh",
+            path=None,
+            data=None,
+            position=Position(),
+            mark_path=mark_path,
+        )
+    storage.create()
+    run_record.write(storage, start.record)
+    return start
+
+
+def to_bytes(start: Start | UsageError) -> bytes:
+    """Serialise rank 0's decision, or the error that keeps it from one, for the other ranks."""
+    if isinstance(start, UsageError):
+        return _frame({"error": str(start)}, b"")
+    head = {
+        "record": start.record.to_plain(),
+        "asked": start.asked,
+        "source": start.source,
+        "path": start.path,
+        "num_lost_steps": start.num_lost_steps,
+        "finished": start.finished.to_json().decode() if start.finished else None,
+        "has_data": start.data is not None,
+    }
+    return _frame(head, start.data or b"")
+
+
+def from_bytes(message: bytes) -> Start:
+    """Read what `to_bytes` made; raises the `UsageError` where rank 0 had one."""
+    size = int.from_bytes(message[:8], "little")
+    head, data = json.loads(message[8 : 8 + size]), message[8 + size :]
+    if "error" in head:
+        raise UsageError(head["error"])
+    finished = head["finished"]
+    return Start(
+        record=RunRecord.from_plain(head["record"]),
+        asked=head["asked"],
+        source=head["source"],
+        path=head["path"],
+        num_lost_steps=head["num_lost_steps"],
+        finished=_manifest(finished.encode()) if finished else None,
+        data=data if head["has_data"] else None,
+    )
+
+
+def check_same_settings(start: Start, asked: Contract) -> None:
+    """Raise `UsageError` where this rank was started with other settings than rank 0."""
+    changed = [name for name in asked if asked[name] != start.asked.get(name)]
+    if changed:
+        texts = [f"{name} is {asked[name]} here and {start.asked.get(name)} at rank 0" for name in changed]
+        raise UsageError(
+            f"settings differ between the nodes: {'; '.join(texts)}; start all nodes with the same options"
+        )
+
+
+def _go_on(
+    *,
+    recorded: RunRecord,
+    contract: Contract,
+    asked: Contract,
+    source: str,
+    path: str | None,
+    data: bytes | None,
+    position: Position,
+    mark_path: Path,
+) -> Start:
+    reached = ProgressMark.read(mark_path, recorded)
+    num_lost_steps = None if reached is None else max(0, reached - position.step)
+    claimed = recorded.next_generation(num_lost_steps=num_lost_steps or 0, contract=contract)
+    return Start(record=claimed, asked=asked, source=source, path=path, num_lost_steps=num_lost_steps, data=data)
+
+
+def _new(contract: Contract) -> RunRecord:
+    return RunRecord.new(contract, started_at=time.time())
+
+
+def _of_snapshot(recorded: RunRecord | None, state: State) -> RunRecord:
+    """Return the run that a snapshot belongs to, also where its record is lost or another's."""
+    if recorded is not None and recorded.run_id == state["run_id"]:
+        return recorded
+    lost = RunRecord.new(state["contract"], started_at=time.time())
+    return replace(lost, run_id=state["run_id"], generation=state["generation"])
+
+
+def _agreed(recorded: Contract, asked: Contract, settings: Settings, where: str, world_size: int) -> Contract:
+    """Return the contract to go on under; raises `UsageError` for a change that was not accepted."""
+    changed = differences(recorded, asked)
+    if not changed:
+        return recorded
+    if not settings.accept_changes:
+        raise UsageError(
+            f"{where} was made under other settings: {'; '.join(changed)}; choose another --snapshot_path, "
+            f"or go on under the new ones with --accept_changes"
+        )
+    log.warning("run.settings_changed", changed=changed)
+    return accept(recorded, asked, world_size=world_size)
+
+
+def _read_file(location: str) -> tuple[str, bytes]:
+    """Return the path and bytes of the snapshot that `--resume_from` names: a file, or the newest at a place."""
+    directory, _, name = location.rpartition("/") if location.endswith(".pt") else (location, "", None)
+    storage = open_storage(directory or ".")
+    tier = DurableTier(storage, read_only=True)
+    try:
+        if name is None:
+            newest = tier.newest_valid()
+            if newest is None:
+                raise UsageError(f"--resume_from {location}: no valid snapshot there; name another")
+            return tier.path(newest[0]), newest[1]
+        manifest_name = name.removesuffix(".pt") + ".json"
+        if manifest_name in storage.names():
+            data = tier.load(Manifest.from_json(storage.get(manifest_name), manifest_name))
+        else:  # a copy of the file alone; its format is all there is to check
+            data = storage.get(name)
+            unpack(data)
+        return storage.path(name), data
+    except FileNotFoundError:
+        raise UsageError(f"--resume_from {location}: no such file; name another") from None
+    except SnapshotError as error:
+        raise UsageError(f"--resume_from {location}: {error}; name another snapshot") from None
+    except StoreError as error:
+        raise UsageError(str(error).replace("--snapshot_path", "--resume_from", 1)) from None
+
+
+def _frame(head: dict[str, Any], data: bytes) -> bytes:
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def _manifest(data: bytes) -> Manifest:
+    return Manifest.from_json(data, f"step-{json.loads(data)['step']:08d}.json")

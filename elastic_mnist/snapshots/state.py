@@ -1,0 +1,72 @@
+"""What a snapshot holds: tensors and plain types only, loaded with `weights_only=True`.
+
+Invariant: what `unpack` returns has every field, of the right kind. A file that lacks one, or that is
+another program's, is a `SnapshotError` that names it.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from elastic_mnist.errors import SnapshotError
+from elastic_mnist.sampler import Position
+
+FORMAT: Final = "elastic_mnist.snapshot"
+VERSION: Final = 1
+
+State = dict[str, Any]
+
+_FIELDS: Final[Mapping[str, type]] = {
+    "model": dict,
+    "optimizer": dict,
+    "epoch": int,
+    "step": int,
+    "samples_in_epoch": int,
+    "global_batch_size": int,
+    "micro_batch_size": int,
+    "seed": int,
+    "settings": dict,
+    "contract": dict,
+    "dataset": dict,
+    "versions": dict,
+    "world_size": int,
+    "run_id": str,
+    "generation": int,
+    "progress": dict,
+}
+
+
+def pack(state: State) -> bytes:
+    """Serialise a state; `format` and `version` are added."""
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, "version": VERSION, **state}, buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> State:
+    """Read a state from the bytes of a snapshot file, onto the CPU.
+
+    Raises:
+        SnapshotError: the bytes are not a whole snapshot of this package, or of a later version of it.
+    """
+    try:
+        state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SnapshotError(f"not readable as plain data: {reason}") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise SnapshotError(f"not of the format {FORMAT}")
+    if state.get("version") != VERSION:
+        raise SnapshotError(f"version {state.get('version')}, this program reads {VERSION}")
+    for name, kind in _FIELDS.items():
+        if not isinstance(state.get(name), kind):
+            raise SnapshotError(f"its field {name} is missing or not a {kind.__name__}")
+    return state
+
+
+def position_of(state: State) -> Position:
+    """Return what the state says is finished."""
+    return Position(epoch=state["epoch"], samples_in_epoch=state["samples_in_epoch"], step=state["step"])

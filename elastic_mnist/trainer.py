@@ -1,0 +1,191 @@
+"""The training loop.
+
+Invariant: `position` says what is finished, and the state that belongs to it (weights, moments, progress) is
+changed together with it, between two steps. A snapshot is taken only there.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from elastic_mnist.errors import TrainingError
+from elastic_mnist.evaluation import Evaluation
+from elastic_mnist.events import log
+from elastic_mnist.gradients import GradientSync
+from elastic_mnist.sampler import Position, Step, StepSampler, num_steps_per_epoch
+from elastic_mnist.settings import Settings
+
+_TELL_SECONDS: Final = 1.0
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What the job has to tell, beside its weights; part of every snapshot.
+
+    Attributes:
+        epoch_loss_sum: over the samples of the epoch so far.
+        num_evaluated_epochs: epochs whose end has been evaluated and told.
+        test_loss, test_accuracy: of the last evaluation.
+        productive_seconds: spent in steps and evaluations that count; what is lost is not in here.
+    """
+
+    epoch_loss_sum: float = 0.0
+    num_evaluated_epochs: int = 0
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+    productive_seconds: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Training:
+    """All that the loop works on; `job` builds it.
+
+    Attributes:
+        num_samples: of the training set.
+        position: what is finished.
+        progress: what there is to tell of it.
+        gradient: fills `.grad` with a step's mean gradient, the same at all ranks.
+        evaluate: evaluates the model on the test set; collective.
+        save: takes a durable snapshot of the state as it stands; does nothing but at rank 0.
+        finished_step: is told after each step how many are finished.
+    """
+
+    settings: Settings
+    num_samples: int
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int
+    world_size: int
+    optimizer: torch.optim.Optimizer
+    gradient: GradientSync
+    evaluate: Callable[[], Evaluation]
+    save: Callable[["Training"], None]
+    finished_step: Callable[[int], None]
+    position: Position = field(default_factory=Position)
+    progress: Progress = field(default_factory=Progress)
+
+
+def train(training: Training) -> None:
+    """Train from `training.position` to the end of the last epoch. Every rank must call this.
+
+    Raises:
+        TrainingError: a gradient was not finite.
+        PeerLost: another rank is gone.
+    """
+    settings = training.settings
+    meter = Meter()
+    while True:
+        if training.progress.num_evaluated_epochs < training.position.epoch:
+            finish_epoch(training, meter)
+            if is_due(training.position.epoch, settings.save_every) or training.position.epoch == settings.epochs:
+                training.save(training)
+        if training.position.epoch >= settings.epochs:
+            return
+        for step in remaining_steps(training):
+            began = time.monotonic()
+            set_learning_rate(training)
+            result = training.gradient(step, step_index=training.position.step)
+            if result.num_bad:
+                raise TrainingError(
+                    f"step {training.position.step}: the gradient of {result.num_bad} micro-batches is not finite "
+                    f"or too large; nothing of it was saved. A smaller --lr may help"
+                )
+            training.optimizer.step()
+            training.position = training.position.after(step, training.num_samples)
+            training.progress.epoch_loss_sum += result.loss_sum
+            training.progress.productive_seconds += time.monotonic() - began
+            training.finished_step(training.position.step)
+            meter.tell(training, step, result.loss_sum / step.num_samples)
+            is_inside_epoch = training.position.samples_in_epoch > 0  # at its end, the evaluation comes first
+            if is_inside_epoch and is_due(training.position.step, settings.save_every_steps):
+                training.save(training)
+
+
+def remaining_steps(training: Training) -> StepSampler:
+    """Return the rest of the epoch that the position is in, as this rank sees it."""
+    return StepSampler(
+        training.num_samples,
+        seed=training.settings.seed,
+        epoch=training.position.epoch,
+        start=training.position.samples_in_epoch,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        rank=training.rank,
+        world_size=training.world_size,
+    )
+
+
+def is_due(count: int, interval: int) -> bool:
+    """Whether something that happens every `interval`, never for 0, is due at `count`."""
+    return interval > 0 and count % interval == 0
+
+
+def learning_rate(settings: Settings, step: int, num_steps: int) -> float:
+    """Return the learning rate of a step: a pure function of its place among the job's steps."""
+    if settings.lr_schedule == "constant":
+        return settings.lr
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * min(step / num_steps, 1.0)))
+
+
+def set_learning_rate(training: Training) -> None:
+    """Give the optimizer the learning rate of the step that comes."""
+    num_steps = training.settings.epochs * num_steps_per_epoch(training.num_samples, training.global_batch_size)
+    for group in training.optimizer.param_groups:
+        group["lr"] = learning_rate(training.settings, training.position.step, num_steps)
+
+
+def finish_epoch(training: Training, meter: "Meter") -> None:
+    """Evaluate, and tell of the epoch that has ended."""
+    began = time.monotonic()
+    evaluation = training.evaluate()
+    progress = training.progress
+    progress.productive_seconds += time.monotonic() - began
+    progress.test_loss, progress.test_accuracy = evaluation.loss, evaluation.accuracy
+    progress.num_evaluated_epochs = training.position.epoch
+    log.info(
+        "epoch.finished",
+        epoch=training.position.epoch,
+        step=training.position.step,
+        train_loss=progress.epoch_loss_sum / training.num_samples,
+        test_loss=evaluation.loss,
+        test_accuracy=evaluation.accuracy,
+        num_test_samples=evaluation.num_samples,
+        samples_per_second=meter.epoch_rate(),
+    )
+    progress.epoch_loss_sum = 0.0
+    meter.restart()
+
+
+class Meter:
+    """Tells of the progress about once a second."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new epoch."""
+        self._epoch_began = self._told = time.monotonic()
+        self._epoch_samples = self._samples = 0
+
+    def epoch_rate(self) -> float:
+        """Return samples per second since the epoch, or this generation's part of it, began."""
+        return round(self._epoch_samples / max(time.monotonic() - self._epoch_began, 1e-9), 1)
+
+    def tell(self, training: Training, step: Step, loss: float) -> None:
+        """Count a step, and tell of it if it is time."""
+        self._epoch_samples += step.num_samples
+        self._samples += step.num_samples
+        elapsed = time.monotonic() - self._told
+        if elapsed >= _TELL_SECONDS or training.position.step == 1:
+            log.info(
+                "train.progress",
+                step=training.position.step,
+                epoch=training.position.epoch,
+                loss=loss,
+                samples_per_second=round(self._samples / max(elapsed, 1e-9), 1),
+            )
+            self._told, self._samples = time.monotonic(), 0

@@ -1,0 +1,176 @@
+"""Who takes part in this generation: the process group, and how its ranks agree.
+
+Invariant: the ranks of one generation meet in a namespace of the store that no other generation uses.
+Workers of torchrun share the agent's store over restarts, and what they read of a dead generation are
+addresses where nobody listens.
+
+Every collective goes through `World` and raises `PeerLost` when a rank is gone.
+"""
+
+import contextlib
+import hashlib
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastic_mnist import launch
+from elastic_mnist.errors import PeerLost, UsageError
+
+_POLL_SECONDS: Final = 0.02
+_RESEND_SECONDS: Final = 0.5
+
+
+class World:
+    """The ranks of one generation. Every rank must make the same calls in the same order.
+
+    Args:
+        place: this process's place.
+        device: where its tensors are.
+        timeout: seconds after which a silent peer counts as lost.
+    """
+
+    def __init__(self, place: launch.Place, device: torch.device, *, timeout: float) -> None:
+        self.rank = place.rank
+        self.size = place.world_size
+        self.device = device
+        self._timeout = timedelta(seconds=timeout)
+        with _peers("meeting"):
+            store = _meet(place, self._timeout)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Add `tensor` up over all ranks, in place."""
+        if self.size > 1:
+            with _peers("all-reduce"):
+                dist.all_reduce(tensor)
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Send rank 0's `payload` to all ranks, which pass None; checked against its digest.
+
+        Raises:
+            PeerLost: a rank is gone, or what arrived is not what was sent.
+        """
+        if self.size == 1:
+            assert payload is not None
+            return payload
+        header = torch.zeros(40, dtype=torch.uint8)
+        if payload is not None:
+            head = len(payload).to_bytes(8, "little") + hashlib.sha256(payload).digest()
+            header = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        with _peers("broadcast"):
+            dist.broadcast(header, src=0)
+            head = header.numpy().tobytes()
+            size = int.from_bytes(head[:8], "little")
+            body = (
+                torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                if payload
+                else torch.empty(size, dtype=torch.uint8)
+            )
+            dist.broadcast(body, src=0)
+        received = body.numpy().tobytes()
+        if hashlib.sha256(received).digest() != head[8:]:
+            raise PeerLost(f"broadcast: the {size:,} bytes that arrived are not those that rank 0 sent")
+        return received
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.all_reduce(torch.zeros(1, device=self.device))
+
+    def wrap(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
+        """Wrap `model` in DDP, which gives all ranks rank 0's parameters."""
+        with _peers("broadcast of the initial weights"):
+            ids = [self.device] if self.device.type == "cuda" else None
+            return nn.parallel.DistributedDataParallel(model, device_ids=ids)
+
+    def leave(self) -> None:
+        """End the process group, in order."""
+        dist.destroy_process_group()
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """Return the device that `--device` asks for, one CUDA device a local rank."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device {name}: local rank {local_rank} has no CUDA device of its own, there are "
+            f"{torch.cuda.device_count()}; start fewer processes or use --device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def refuse(place: launch.Place, reason: str) -> None:
+    """Tell this process's agent that starting its workers again is of no use."""
+    if place.agent_id is None or place.endpoint is None or not place.is_hosted:
+        return
+    with contextlib.suppress(RuntimeError):  # then the agent restarts in vain, and ends with its restarts
+        _connect(place, timedelta(seconds=5)).set(launch.refusal_key(place.agent_id), reason)
+
+
+def _meet(place: launch.Place, timeout: timedelta) -> dist.Store:
+    """Return a store that this generation's ranks alone use."""
+    if place.endpoint is None:
+        return dist.HashStore()
+    store = _connect(place, timeout)
+    key = place.generation_key or _agree_on_key(store, place.rank, place.world_size, timeout)
+    return dist.PrefixStore(f"elastic_mnist/{key}", store)
+
+
+def _connect(place: launch.Place, timeout: timedelta) -> dist.TCPStore:
+    assert place.endpoint is not None
+    host, port = place.endpoint
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=place.rank == 0 and not place.is_hosted,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _agree_on_key(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Agree on a name for this generation, in a store that may still hold the words of dead ones.
+
+    Each rank says hello with a fresh id. Rank 0 puts the ids it sees on a roster; a rank answers only to a
+    roster with its own fresh id on it, and the roster stands when all have answered. If rank 0 has read a
+    dead rank's hello, nobody answers for it; rank 0 looks again.
+    """
+    own_id, names = uuid.uuid4().hex, dist.PrefixStore("elastic_mnist/roster", store)
+    names.set(f"hello/{rank}", own_id)
+    deadline = time.monotonic() + timeout.total_seconds()
+    hellos = [f"hello/{other}" for other in range(world_size)]
+    while time.monotonic() < deadline:
+        if rank == 0 and names.check(hellos):
+            names.set("roster", " ".join(names.get(hello).decode() for hello in hellos))
+        resend = time.monotonic() + _RESEND_SECONDS
+        while time.monotonic() < resend:
+            roster = names.get("roster").decode() if names.check(["roster"]) else ""
+            if rank < len(roster.split()) and roster.split()[rank] == own_id and len(roster.split()) == world_size:
+                key = hashlib.sha256(roster.encode()).hexdigest()
+                names.set(f"{key}/{rank}", "here")
+                if names.check([f"{key}/{other}" for other in range(world_size)]):
+                    return key
+            time.sleep(_POLL_SECONDS)
+    raise PeerLost(f"meeting: not all of the {world_size} ranks came within {timeout.total_seconds():.0f} s")
+
+
+@contextlib.contextmanager
+def _peers(what: str) -> Iterator[None]:
+    """Turn what torch raises when a rank is gone into `PeerLost`."""
+    try:
+        yield
+    except RuntimeError as error:  # also torch's DistError and its kin
+        reason = str(error).splitlines()[0][:300]
+        raise PeerLost(f"{what}: {reason}") from error
