@@ -241,7 +241,7 @@ def versions() -> dict[str, str]:
     """Return what a result's bits may hang on beside the settings."""
     return {
         "elastic_mnist": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of torch's own, which a plain load refuses
         "python": platform.python_version(),
         "machine": platform.machine(),
     }

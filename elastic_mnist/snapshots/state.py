@@ -6,6 +6,7 @@ another program's, is a `SnapshotError` that names it.
 
 import io
 import pickle
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -38,9 +39,12 @@ _FIELDS: Final[Mapping[str, type]] = {
     "progress": dict,
 }
 
+_PLAIN: Final = (torch.Tensor, int, float, str, bool, type(None))
+
 
 def pack(state: State) -> bytes:
     """Serialise a state; `format` and `version` are added."""
+    _assert_plain(state)
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "version": VERSION, **state}, buffer)
     return buffer.getvalue()
@@ -55,8 +59,10 @@ def unpack(data: bytes) -> State:
     try:
         state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise SnapshotError(f"not readable as plain data: {reason}") from error
+        # torch's advice on how to load it all the same is not for here.
+        refused = re.search(r"WeightsUnpickler error: (.*)", str(error))
+        reason = refused[1] if refused else (str(error).splitlines() or [type(error).__name__])[0]
+        raise SnapshotError(f"not readable as plain data: {reason[:200]}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise SnapshotError(f"not of the format {FORMAT}")
     if state.get("version") != VERSION:
@@ -70,3 +76,16 @@ def unpack(data: bytes) -> State:
 def position_of(state: State) -> Position:
     """Return what the state says is finished."""
     return Position(epoch=state["epoch"], samples_in_epoch=state["samples_in_epoch"], step=state["step"])
+
+
+def _assert_plain(value: object) -> None:
+    """Assert that a value is made of tensors and plain types alone; a subclass of one would not load again."""
+    if isinstance(value, dict):
+        for key, member in value.items():
+            _assert_plain(key)
+            _assert_plain(member)
+    elif isinstance(value, (list, tuple)):
+        for member in value:
+            _assert_plain(member)
+    else:
+        assert type(value) in _PLAIN, f"{type(value)} in a snapshot"
