@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from elastic_mnist.errors import EXIT_FAILURE, EXIT_USAGE, PeerLost, ToldElsewhere, TrainingError, UsageError
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_USAGE, AlreadyTold, PeerLost, TrainingError, UsageError
 from elastic_mnist.launch import Place
 from elastic_mnist.lifeline import die_with_parent
 from elastic_mnist.settings import Settings, parse
@@ -43,10 +43,10 @@ def _train(settings: Settings, place: Place) -> None:
 
     try:
         job.run(settings, place)
+    except AlreadyTold:
+        _end(EXIT_USAGE)
     except UsageError as error:
         world.refuse(place, str(error))
-        if not isinstance(error, ToldElsewhere):
-            print(f"elastic_mnist: error: {error}", file=sys.stderr)  # noqa: T201 - for people, not for the log
         _end(EXIT_USAGE)
     except PeerLost as error:
         events.log.warning("peer.lost", reason=str(error))

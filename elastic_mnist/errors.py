@@ -42,8 +42,8 @@ class StoreError(UsageError):
     """The snapshot path cannot be read or written; never to be read as "there is no snapshot"."""
 
 
-class ToldElsewhere(UsageError):  # noqa: N818 - the error is another rank's
-    """A usage error that another rank has told; this one ends with the same status, and silently."""
+class AlreadyTold(UsageError):  # noqa: N818 - what is left of an error
+    """A usage error that people have been told of; what is left is to end with its status."""
 
 
 class SnapshotError(ElasticMnistError):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from elastic_mnist import __version__, data, events, model
-from elastic_mnist.errors import StoreError, ToldElsewhere, TrainingError, UsageError
+from elastic_mnist.errors import AlreadyTold, StoreError, TrainingError, UsageError
 from elastic_mnist.evaluation import Evaluation, evaluate
 from elastic_mnist.events import log
 from elastic_mnist.gradients import AllReduceGradient, ExactGradient, GradientSync, Problem, use_deterministic_kernels
@@ -30,7 +30,7 @@ from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import State, pack, position_of
 from elastic_mnist.snapshots.storage import open_storage
 from elastic_mnist.trainer import Progress, Training, train
-from elastic_mnist.world import World, choose_device
+from elastic_mnist.world import World, choose_device, refuse
 
 
 class Job:
@@ -85,11 +85,11 @@ def agree_on_start(job: Job) -> Start:
         "sha256": job.dataset.sha256,
     }
     asked = contract.asked(job.settings, dataset)
-    message = None
-    if job.world.rank == 0:
-        decision: Start | UsageError
+    if job.world.rank != 0:
+        start = resume.from_bytes(job.world.broadcast(None))
+    else:
         try:
-            decision = resume.decide(
+            start = resume.decide(
                 job.storage,
                 job.tier,
                 job.settings,
@@ -99,12 +99,10 @@ def agree_on_start(job: Job) -> Start:
                 mark_path=job.mark_path,
             )
         except UsageError as error:
-            decision = error
-        message = resume.to_bytes(decision)
-    try:
-        start = resume.from_bytes(job.world.broadcast(message))
-    except UsageError as error:
-        raise (error if job.world.rank == 0 else ToldElsewhere(str(error))) from None
+            refuse(job.place, str(error))  # before the others know: when they end, this process is ended too
+            job.world.broadcast(resume.to_bytes(error))
+            raise AlreadyTold from error
+        job.world.broadcast(resume.to_bytes(start))
     resume.check_same_settings(start, asked)
     return start
 

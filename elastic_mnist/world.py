@@ -9,6 +9,7 @@ Every collective goes through `World` and raises `PeerLost` when a rank is gone.
 
 import contextlib
 import hashlib
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -111,11 +112,16 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 def refuse(place: launch.Place, reason: str) -> None:
-    """Tell this process's agent that starting its workers again is of no use."""
-    if place.agent_id is None or place.endpoint is None or not place.is_hosted:
-        return
-    with contextlib.suppress(RuntimeError):  # then the agent restarts in vain, and ends with its restarts
-        _connect(place, timedelta(seconds=5)).set(launch.refusal_key(place.agent_id), reason)
+    """Tell people, and this process's agent, why starting its workers again is of no use; one line an agent."""
+    is_first = True
+    if place.agent_id is not None and place.endpoint is not None and place.is_hosted:
+        key = launch.refusal_key(place.agent_id)
+        with contextlib.suppress(RuntimeError):  # then the agent restarts in vain, and ends with its restarts
+            store = _connect(place, timedelta(seconds=5))
+            store.set(key, reason)
+            is_first = store.add(f"{key}/count", 1) == 1
+    if is_first:
+        print(f"elastic_mnist: error: {reason}", file=sys.stderr, flush=True)  # noqa: T201 - for people, not for the log
 
 
 def _meet(place: launch.Place, timeout: timedelta) -> dist.Store:

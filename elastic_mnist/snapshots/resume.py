@@ -101,6 +101,18 @@ def decide(  # the cases of a start, in order
                 position=position_of(state),
                 mark_path=mark_path,
             )
+    elif recorded is not None and tier.has_traces():  # all its snapshots are damaged; it is that run all the same
+        contract = _agreed(recorded.contract, asked, settings, storage.location, world_size)
+        start = _go_on(
+            recorded=recorded,
+            contract=contract,
+            asked=asked,
+            source="fresh",
+            path=None,
+            data=None,
+            position=Position(),
+            mark_path=mark_path,
+        )
     elif recorded is None or differences(recorded.contract, asked):
         contract = resolve(asked, world_size=world_size, device_type=device_type)
         start = Start(record=_new(contract), asked=asked, source="fresh")

@@ -60,12 +60,14 @@ class Storage(ABC):
         return f"{self.location.rstrip('/')}/{name}"
 
     @contextlib.contextmanager
-    def _access(self, doing: str) -> Iterator[None]:
+    def _access(self, doing: str, *, may_be_missing: bool = False) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError:
+        except StoreError:
             raise
         except Exception as error:  # a backend may raise anything of its own; all of it means "no access"
+            if may_be_missing and isinstance(error, FileNotFoundError):
+                raise
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise StoreError(
                 f"--snapshot_path {self.location}: cannot {doing}: {reason}; make it accessible or choose another"
@@ -98,7 +100,7 @@ class LocalStorage(Storage):
 
     def names(self) -> list[str]:
         """List the directory; temporary files are not objects."""
-        with self._access("list it"):
+        with self._access("list it", may_be_missing=True):
             try:
                 return [entry.name for entry in os.scandir(self._directory) if not entry.name.startswith(".")]
             except FileNotFoundError:
@@ -106,7 +108,7 @@ class LocalStorage(Storage):
 
     def get(self, name: str) -> bytes:
         """Read a file."""
-        with self._access(f"read {name}"):
+        with self._access(f"read {name}", may_be_missing=True):
             return (self._directory / name).read_bytes()
 
     def put(self, name: str, data: bytes) -> None:
@@ -130,7 +132,7 @@ class LocalStorage(Storage):
 
     def rename(self, name: str, new_name: str) -> None:
         """Rename a file."""
-        with self._access(f"rename {name}"):
+        with self._access(f"rename {name}", may_be_missing=True):
             (self._directory / name).replace(self._directory / new_name)
 
     def _sync_directory(self) -> None:
@@ -172,7 +174,7 @@ class ObjectStorage(Storage):
 
     def names(self) -> list[str]:
         """List the objects, past fsspec's cache."""
-        with self._access("list it"):
+        with self._access("list it", may_be_missing=True):
             filesystem, root = self._open()
             try:
                 filesystem.invalidate_cache()
@@ -182,7 +184,7 @@ class ObjectStorage(Storage):
 
     def get(self, name: str) -> bytes:
         """Fetch an object."""
-        with self._access(f"read {name}"):
+        with self._access(f"read {name}", may_be_missing=True):
             filesystem, root = self._open()
             data: bytes = filesystem.cat_file(f"{root}/{name}")
             return data
@@ -195,12 +197,12 @@ class ObjectStorage(Storage):
 
     def delete(self, name: str) -> None:
         """Remove an object."""
-        with self._access(f"remove {name}"), contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), self._access(f"remove {name}", may_be_missing=True):
             filesystem, root = self._open()
             filesystem.rm_file(f"{root}/{name}")
 
     def rename(self, name: str, new_name: str) -> None:
         """Copy, then remove."""
-        with self._access(f"rename {name}"):
+        with self._access(f"rename {name}", may_be_missing=True):
             filesystem, root = self._open()
             filesystem.mv(f"{root}/{name}", f"{root}/{new_name}")
