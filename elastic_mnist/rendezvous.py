@@ -19,11 +19,14 @@ import contextlib
 import io
 import logging
 import os
+import socket
 import sys
+import threading
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Final, NoReturn
+from queue import Empty, SimpleQueue
+from typing import Final, NoReturn, TypeVar
 
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -43,6 +46,13 @@ MODULE: Final = "elastic_mnist"
 # Five attempts, because a busy machine may well hold up one heartbeat.
 _DEFAULTS: Final = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 1}
 
+_ANSWER_SECONDS: Final = 8.0
+"""A store answers within milliseconds; what listens and is silent for so long is another program."""
+
+_FIRST_NODE_SECONDS: Final = 60.0
+"""A second node may be started this long before the first one listens."""
+
+Value = TypeVar("Value")
 Creator = Callable[[RendezvousParameters], RendezvousHandler]
 
 
@@ -114,13 +124,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for key, value in _DEFAULTS.items():
         parameters.config.setdefault(key, value)
-    try:
-        backend, store = create_backend(parameters)
-    except RendezvousConnectionError:
-        _end(
-            f"{parameters.endpoint}: no rendezvous there; another program holds the port, or the first node "
-            f"is not up. Choose another with --master_port or --rdzv_endpoint"
-        )
+    backend, store = _meet(parameters.endpoint, lambda: create_backend(parameters))
     endpoint = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else None
     _say(
         f"elastic rendezvous at {endpoint or parameters.endpoint} for {parameters.min_nodes} to "
@@ -168,10 +172,12 @@ class ElasticRendezvous(RendezvousHandler):
                 raise SystemExit(EXIT_USAGE)
 
     def shutdown(self) -> bool:
-        """Leave for good; the agent calls this last."""
-        done = self._inner.shutdown()
+        """Close the rendezvous; the agent calls this last.
+
+        Not where its workers were refused: the others' job is not over for a node that came with a mistake.
+        """
         self._end_if_refused()
-        return done
+        return self._inner.shutdown()
 
     def get_backend(self) -> str:
         """Return the name torchrun asked for."""
@@ -197,6 +203,41 @@ class ElasticRendezvous(RendezvousHandler):
     def get_run_id(self) -> str:
         """Return the rendezvous' id."""
         return self._inner.get_run_id()
+
+
+def _meet(endpoint: str, connect: Callable[[], Value]) -> Value:
+    """Return what `connect` returns; end the agent with the reason where it cannot.
+
+    torch's client waits without end for the answer of a server that is no store, so it waits in a thread.
+    """
+    answers: SimpleQueue[Value | None] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(connect())
+        except RendezvousConnectionError:
+            answers.put(None)
+
+    threading.Thread(target=ask, daemon=True).start()
+    answer = None
+    for seconds in (_ANSWER_SECONDS, _FIRST_NODE_SECONDS):
+        with contextlib.suppress(Empty):
+            answer = answers.get(timeout=seconds)
+            break
+        if _is_listening(endpoint):
+            _end(f"{endpoint}: another program holds this port; choose another with --master_port or --rdzv_endpoint")
+    if answer is None:
+        _end(f"{endpoint}: nobody listens there; start the first node first, or correct --master_addr")
+    return answer
+
+
+def _is_listening(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _say(message: str) -> None:

@@ -1,0 +1,86 @@
+"""Nodes come and go: two real agents on one host, one worker each."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from harness import Job, eventually, free_port, plain, torchrun
+
+# Long enough that a node can join and leave in mid-epoch; one epoch, a snapshot every 5 steps.
+OPTIONS = (
+    "--train_samples=12000",
+    "--test_samples=300",
+    "--global_batch_size=96",
+    "--micro_batch_size=32",
+    "--epochs=1",
+    "--save_every_steps=5",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_sha256(mnist_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights when one process does it all."""
+    with Job(tmp_path_factory.mktemp("undisturbed"), mnist_dir, plain(), OPTIONS) as job:
+        return str(job.finish()["weights_sha256"])
+
+
+def agent(directory: Path, data_dir: Path, port: int) -> Job:
+    """Start an agent with the README's line for several nodes, here all on one host."""
+    launcher = torchrun("--max_restarts=3", "--nnodes=1:2", "--master_addr=127.0.0.1", f"--master_port={port}")
+    return Job(directory, data_dir, launcher, OPTIONS)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_join_and_leave_in_mid_epoch(
+    sign: signal.Signals, mnist_dir: Path, tmp_path: Path, undisturbed_sha256: str
+) -> None:
+    """A second agent joins the running job and leaves it; each time the job goes on from its newest snapshot."""
+    port = free_port()
+    with agent(tmp_path, mnist_dir, port) as first:
+        first.wait_for_step(7)
+        with agent(tmp_path, mnist_dir, port) as second:
+            first.wait_for_step(6, generation=1)
+            second.process.send_signal(sign)
+            second.wait()
+        finished = first.finish()
+        starts = first.events("run.started")
+        assert [event["world_size"] for event in starts[:2]] == [1, 2]
+        assert starts[-1]["world_size"] == 1
+        resumes = first.events("run.resumed")
+        saved = {event["step"] for event in first.events("snapshot.saved")}
+        for resumed in resumes:
+            assert resumed["source"] == "storage"
+            assert resumed["step"] in saved
+            assert resumed["num_lost_steps"] < 5
+        assert finished["step"] == 125
+        assert [event["epoch"] for event in first.events("epoch.finished")] == [1]
+        assert finished["weights_sha256"] == undisturbed_sha256
+
+
+def test_only_rank_0_writes(mnist_dir: Path, tmp_path: Path) -> None:
+    """With two agents on one shared path, every event of INFO and every snapshot comes from rank 0."""
+    port = free_port()
+    with agent(tmp_path, mnist_dir, port) as first:
+        first.wait_for_step(3)
+        with agent(tmp_path, mnist_dir, port) as second:
+            eventually(lambda: any(event["world_size"] == 2 for event in first.events("run.started")))
+            assert first.wait() == 0, first.output
+            assert second.wait() == 0, second.output
+        told = first.events()
+        assert {event["rank"] for event in told if event["level"] == "info"} == {0}
+        for name in ("epoch.finished", "run.finished"):
+            assert len(first.events(name)) == 1
+        steps = [event["step"] for event in told if event["event"] == "snapshot.saved" and event["world_size"] == 2]
+        assert len(steps) == len(set(steps))
+
+
+def test_node_with_other_options_is_refused(mnist_dir: Path, tmp_path: Path) -> None:
+    """An agent that joins with another seed is turned away by name, and the job it came to goes on and finishes."""
+    port = free_port()
+    with agent(tmp_path, mnist_dir, port) as first:
+        first.wait_for_step(3)
+        launcher = torchrun("--max_restarts=3", "--nnodes=1:2", "--master_addr=127.0.0.1", f"--master_port={port}")
+        with Job(tmp_path, mnist_dir, launcher, (*OPTIONS, "--seed=9")) as stranger:
+            assert stranger.wait() == 2
+            assert "seed is 9 here and 0 at rank 0" in stranger.output
+        first.finish()
