@@ -93,9 +93,7 @@ class Job:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.workers()
         for process in self._seen.values():
             _kill(process)
