@@ -5,22 +5,25 @@ recovery: what only some jobs need is imported where they need it.
 """
 
 import hashlib
+import json
 import os
-import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from elastic_mnist import __version__, data, events, model
+from elastic_mnist import data, environment, events, model
 from elastic_mnist.errors import AlreadyTold, StoreError, TrainingError, UsageError
 from elastic_mnist.evaluation import Evaluation, evaluate
 from elastic_mnist.events import log
 from elastic_mnist.gradients import AllReduceGradient, ExactGradient, GradientSync, Problem, use_deterministic_kernels
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.launch import Place
+from elastic_mnist.ledger import SampleLedger
+from elastic_mnist.sampler import Step
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import contract, resume
 from elastic_mnist.snapshots import record as run_record
@@ -111,6 +114,7 @@ def build(job: Job, start: Start) -> tuple[Training, model.ConvNet]:
     """Build the parts of the training, in the state that `start` brings."""
     settings, world, dataset = job.settings, job.world, job.dataset
     state = start.state()
+    warn_of_changed_bits(job, state)
     network = model.build(settings.seed)
     if state is not None:
         network.load_state_dict(state["model"])
@@ -172,6 +176,7 @@ def build(job: Job, start: Start) -> tuple[Training, model.ConvNet]:
         gradient=gradient,
         evaluate=evaluate_model,
         save=save,
+        note_samples=open_ledger(job, start),
         finished_step=mark.set if world.rank == 0 else lambda _: None,
     )
     if state is not None:
@@ -227,7 +232,7 @@ def state_of(job: Job, start: Start, training: Training, network: model.ConvNet)
             "num_samples": training.num_samples,
             "sha256": job.dataset.sha256,
         },
-        "versions": versions(),
+        "versions": environment.of(job.device),
         "world_size": job.world.size,
         "run_id": start.record.run_id,
         "generation": start.record.generation,
@@ -235,14 +240,26 @@ def state_of(job: Job, start: Start, training: Training, network: model.ConvNet)
     }
 
 
-def versions() -> dict[str, str]:
-    """Return what a result's bits may hang on beside the settings."""
-    return {
-        "elastic_mnist": __version__,
-        "torch": str(torch.__version__),  # a class of torch's own, which a plain load refuses
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
+def open_ledger(job: Job, start: Start) -> Callable[[Step, int], None]:
+    """Return what notes the samples of a step, if that is asked for."""
+    if job.settings.sample_log is None:
+        return lambda _step, _index: None
+    return SampleLedger(
+        job.settings.sample_log,
+        rank=job.world.rank,
+        run_id=start.record.run_id,
+        generation=start.record.generation,
+    ).note
+
+
+def warn_of_changed_bits(job: Job, state: State | None) -> None:
+    """Say once where the bits may differ from here on: another environment than rank 0's, or than the snapshot's."""
+    here = environment.of(job.device)
+    at_rank_0 = json.loads(job.world.broadcast(json.dumps(here).encode() if job.world.rank == 0 else None))
+    if here != at_rank_0:
+        log.warning("world.mixed", changed=environment.changes(at_rank_0, here))
+    elif state is not None and job.world.rank == 0 and here != state["versions"]:
+        log.warning("run.environment_changed", changed=environment.changes(state["versions"], here))
 
 
 def tell_start(job: Job, start: Start, training: Training) -> None:
@@ -257,7 +274,8 @@ def tell_start(job: Job, start: Start, training: Training) -> None:
         micro_batch_size=training.micro_batch_size,
         device=str(job.device),
         num_threads=num_lanes(job),
-        versions=versions(),
+        num_train_samples=training.num_samples,
+        versions=environment.of(job.device),
     )
     if start.source != "fresh" or start.record.generation > 0:
         log.info(

@@ -150,6 +150,12 @@ class Settings:
         group="logging",
         shown_default="events.jsonl in a local --snapshot_path, else in the working directory",
     )
+    sample_log: Path | None = _option(
+        None,
+        "directory in which each rank notes the samples it uses, for `elastic-mnist audit`",
+        group="logging",
+        shown_default="off",
+    )
     log_format: str = _option(
         "auto",
         "of standard output; auto: console on a terminal, else json",

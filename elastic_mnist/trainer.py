@@ -51,6 +51,7 @@ class Training:
         gradient: fills `.grad` with a step's mean gradient, the same at all ranks.
         evaluate: evaluates the model on the test set; collective.
         save: takes a durable snapshot of the state as it stands; does nothing but at rank 0.
+        note_samples: notes which samples this rank used in a step, before the step counts.
         finished_step: is told after each step how many are finished.
     """
 
@@ -64,6 +65,7 @@ class Training:
     gradient: GradientSync
     evaluate: Callable[[], Evaluation]
     save: Callable[["Training"], None]
+    note_samples: Callable[[Step, int], None]
     finished_step: Callable[[int], None]
     position: Position = field(default_factory=Position)
     progress: Progress = field(default_factory=Progress)
@@ -94,6 +96,7 @@ def train(training: Training) -> None:
                     f"step {training.position.step}: the gradient of {result.num_bad} micro-batches is not finite "
                     f"or too large; nothing of it was saved. A smaller --lr may help"
                 )
+            training.note_samples(step, training.position.step)
             training.optimizer.step()
             training.position = training.position.after(step, training.num_samples)
             training.progress.epoch_loss_sum += result.loss_sum

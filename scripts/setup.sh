@@ -32,10 +32,10 @@ install() {
     # A torch that is there and fits stays; on a bare machine these are the versions this project is tested with.
     if ! python -c 'import torch, torchvision' 2>/dev/null; then
         echo "scripts: installing torch (once; some minutes)" >&2
-        python -m pip install --quiet "torch==2.14.1" "torchvision==0.29.1" ||
-            python -m pip install --quiet "torch>=2.11,<3" "torchvision>=0.26,<1"
+        python -m pip install -qq "torch==2.14.1" "torchvision==0.29.1" ||
+            python -m pip install -qq "torch>=2.11,<3" "torchvision>=0.26,<1"
     fi
     echo "scripts: installing elastic_mnist${1:+[$1]}" >&2
-    python -m pip install --quiet --editable ".${1:+[$1]}"
+    python -m pip install -qq --editable ".${1:+[$1]}"
     echo "$wanted" >"$stamp"
 }

@@ -234,3 +234,14 @@ def _kill(process: psutil.Process) -> None:
         process.wait(10)
     except psutil.NoSuchProcess:
         return
+
+
+def fault(directory: Path, kind: str, *, rank: int, step: int, generation: int = 0) -> tuple[dict[str, str], Path]:
+    """Return the environment that plants a fault at a coordinate, and the file that proves that it fired."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fired = directory / "fired"
+    faults = Path(__file__).resolve().parent / "faults"
+    return {
+        "PYTHONPATH": os.pathsep.join([str(faults), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "ELASTIC_MNIST_TEST_FAULT": f"{kind} {rank} {step} {generation} {fired}",
+    }, fired

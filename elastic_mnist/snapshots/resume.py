@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_mnist.errors import SnapshotError, StoreError, UsageError
+from elastic_mnist.errors import UsageError
 from elastic_mnist.events import log
 from elastic_mnist.sampler import Position
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.contract import Contract, accept, differences, resolve
-from elastic_mnist.snapshots.durable import DurableTier, Manifest
+from elastic_mnist.snapshots.durable import DurableTier, Manifest, find
 from elastic_mnist.snapshots.record import ProgressMark, RunRecord
 from elastic_mnist.snapshots.state import State, position_of, unpack
-from elastic_mnist.snapshots.storage import Storage, open_storage
+from elastic_mnist.snapshots.storage import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Start:
         return None if self.data is None else unpack(self.data)
 
 
-def decide(  # the cases of a start, in order
+def decide(
     storage: Storage,
     tier: DurableTier,
     settings: Settings,
@@ -67,66 +67,30 @@ def decide(  # the cases of a start, in order
     """
     recorded = run_record.read(storage)
     newest = tier.newest_valid()
+    source, path, data, known = "fresh", None, None, None
     if newest is not None:
-        manifest, data = newest
-        state = unpack(data)
-        recorded = _of_snapshot(recorded, state)
-        contract = _agreed(recorded.contract, asked, settings, storage.location, world_size)
-        if manifest.epoch >= settings.epochs:
-            return Start(record=recorded, asked=asked, source="storage", path=tier.path(manifest), finished=manifest)
-        start = _go_on(
-            recorded=recorded,
-            contract=contract,
-            asked=asked,
-            source="storage",
-            path=tier.path(manifest),
-            data=data,
-            position=manifest.position,
-            mark_path=mark_path,
-        )
+        source, path, data = "storage", tier.path(newest[0]), newest[1]
+        recorded = _of_snapshot(recorded, unpack(data))
+        known = recorded.contract
     elif settings.resume_from is not None:
-        path, data = _read_file(settings.resume_from)
-        state = unpack(data)
-        contract = _agreed(state["contract"], asked, settings, path, world_size)
-        if recorded is None or recorded.contract != contract:
-            start = Start(record=_new(contract), asked=asked, source="file", path=path, data=data)
-        else:  # a generation that was lost before its first snapshot
-            start = _go_on(
-                recorded=recorded,
-                contract=contract,
-                asked=asked,
-                source="file",
-                path=path,
-                data=data,
-                position=position_of(state),
-                mark_path=mark_path,
-            )
-    elif recorded is not None and tier.has_traces():  # all its snapshots are damaged; it is that run all the same
-        contract = _agreed(recorded.contract, asked, settings, storage.location, world_size)
-        start = _go_on(
-            recorded=recorded,
-            contract=contract,
-            asked=asked,
-            source="fresh",
-            path=None,
-            data=None,
-            position=Position(),
-            mark_path=mark_path,
-        )
-    elif recorded is None or differences(recorded.contract, asked):
+        source = "file"
+        path, data = find(settings.resume_from, named="--resume_from")
+        known = unpack(data)["contract"]
+    elif recorded is not None and (tier.has_traces() or not differences(recorded.contract, asked)):
+        known = recorded.contract  # a run that was lost before its first snapshot, or whose snapshots are damaged
+
+    if known is None:
         contract = resolve(asked, world_size=world_size, device_type=device_type)
-        start = Start(record=_new(contract), asked=asked, source="fresh")
     else:
-        start = _go_on(
-            recorded=recorded,
-            contract=recorded.contract,
-            asked=asked,
-            source="fresh",
-            path=None,
-            data=None,
-            position=Position(),
-            mark_path=mark_path,
-        )
+        contract = _agreed(known, asked, settings, path or storage.location, world_size)
+    start = Start(
+        record=RunRecord.new(contract, started_at=time.time()), asked=asked, source=source, path=path, data=data
+    )
+    if newest is not None and newest[0].epoch >= settings.epochs:
+        assert recorded is not None
+        return replace(start, record=recorded, data=None, finished=newest[0])
+    if recorded is not None and known is not None and (source != "file" or recorded.contract == contract):
+        start = _go_on(start, recorded, contract, mark_path)
     storage.create()
     run_record.write(storage, start.record)
     return start
@@ -176,25 +140,14 @@ def check_same_settings(start: Start, asked: Contract) -> None:
         )
 
 
-def _go_on(
-    *,
-    recorded: RunRecord,
-    contract: Contract,
-    asked: Contract,
-    source: str,
-    path: str | None,
-    data: bytes | None,
-    position: Position,
-    mark_path: Path,
-) -> Start:
+def _go_on(start: Start, recorded: RunRecord, contract: Contract, mark_path: Path) -> Start:
+    """Return the start as the next generation of the recorded run."""
+    state = start.state()
+    position = Position() if state is None else position_of(state)
     reached = ProgressMark.read(mark_path, recorded)
     num_lost_steps = None if reached is None else max(0, reached - position.step)
-    claimed = recorded.next_generation(num_lost_steps=num_lost_steps or 0, contract=contract)
-    return Start(record=claimed, asked=asked, source=source, path=path, num_lost_steps=num_lost_steps, data=data)
-
-
-def _new(contract: Contract) -> RunRecord:
-    return RunRecord.new(contract, started_at=time.time())
+    record = recorded.next_generation(num_lost_steps=num_lost_steps or 0, contract=contract)
+    return replace(start, record=record, num_lost_steps=num_lost_steps)
 
 
 def _of_snapshot(recorded: RunRecord | None, state: State) -> RunRecord:
@@ -217,32 +170,6 @@ def _agreed(recorded: Contract, asked: Contract, settings: Settings, where: str,
         )
     log.warning("run.settings_changed", changed=changed)
     return accept(recorded, asked, world_size=world_size)
-
-
-def _read_file(location: str) -> tuple[str, bytes]:
-    """Return the path and bytes of the snapshot that `--resume_from` names: a file, or the newest at a place."""
-    directory, _, name = location.rpartition("/") if location.endswith(".pt") else (location, "", None)
-    storage = open_storage(directory or ".")
-    tier = DurableTier(storage, read_only=True)
-    try:
-        if name is None:
-            newest = tier.newest_valid()
-            if newest is None:
-                raise UsageError(f"--resume_from {location}: no valid snapshot there; name another")
-            return tier.path(newest[0]), newest[1]
-        manifest_name = name.removesuffix(".pt") + ".json"
-        if manifest_name in storage.names():
-            data = tier.load(Manifest.from_json(storage.get(manifest_name), manifest_name))
-        else:  # a copy of the file alone; its format is all there is to check
-            data = storage.get(name)
-            unpack(data)
-        return storage.path(name), data
-    except FileNotFoundError:
-        raise UsageError(f"--resume_from {location}: no such file; name another") from None
-    except SnapshotError as error:
-        raise UsageError(f"--resume_from {location}: {error}; name another snapshot") from None
-    except StoreError as error:
-        raise UsageError(str(error).replace("--snapshot_path", "--resume_from", 1)) from None
 
 
 def _frame(head: dict[str, Any], data: bytes) -> bytes:

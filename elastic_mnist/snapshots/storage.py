@@ -25,11 +25,13 @@ class Storage(ABC):
     """Named objects in one place.
 
     Args:
-        location: the directory or URL, as people know it; stands in every error.
+        location: the directory or URL, as people know it.
+        named: what names it to the user, an option for instance; stands in every error.
     """
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, named: str) -> None:
         self.location = location
+        self._named = f"{named} {location}"
 
     @abstractmethod
     def create(self) -> None:
@@ -70,14 +72,14 @@ class Storage(ABC):
                 raise
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise StoreError(
-                f"--snapshot_path {self.location}: cannot {doing}: {reason}; make it accessible or choose another"
+                f"{self._named}: cannot {doing}: {reason}; make it accessible or choose another"
             ) from error
 
 
-def open_storage(location: str) -> Storage:
+def open_storage(location: str, *, named: str = "--snapshot_path") -> Storage:
     """Return the storage at a directory or fsspec URL; touches nothing yet."""
     directory = local_path(location)
-    return ObjectStorage(location) if directory is None else LocalStorage(directory)
+    return ObjectStorage(location, named) if directory is None else LocalStorage(directory, named)
 
 
 class LocalStorage(Storage):
@@ -87,8 +89,8 @@ class LocalStorage(Storage):
     the directory is synced last. The files have the mode that the user's umask says.
     """
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(str(directory.absolute()))
+    def __init__(self, directory: Path, named: str = "--snapshot_path") -> None:
+        super().__init__(str(directory.absolute()), named)
         self._directory = directory.absolute()
 
     def create(self) -> None:
@@ -146,8 +148,8 @@ class LocalStorage(Storage):
 class ObjectStorage(Storage):
     """Any other file system of fsspec. A put is one call with the whole object, from memory."""
 
-    def __init__(self, location: str) -> None:
-        super().__init__(location)
+    def __init__(self, location: str, named: str = "--snapshot_path") -> None:
+        super().__init__(location, named)
         self._opened: tuple[Any, str] | None = None
 
     def _open(self) -> tuple[Any, str]:
@@ -156,14 +158,11 @@ class ObjectStorage(Storage):
                 self._opened = fsspec.core.url_to_fs(self.location, use_listings_cache=False)
             except ImportError as error:
                 raise StoreError(
-                    f"--snapshot_path {self.location}: {error}; install what it names, for s3:// with "
-                    f"pip install 'elastic-mnist[s3]'"
+                    f"{self._named}: {error}; install what it names, for s3:// with pip install 'elastic-mnist[s3]'"
                 ) from error
             except ValueError as error:
                 known = re.sub(r"\s+", " ", str(error))
-                raise StoreError(
-                    f"--snapshot_path {self.location}: {known}; use a directory or a URL that fsspec knows"
-                ) from error
+                raise StoreError(f"{self._named}: {known}; use a directory or a URL that fsspec knows") from error
         return self._opened
 
     def create(self) -> None:

@@ -1,0 +1,35 @@
+"""What a result's bits may hang on beside the settings: the programs and the processor.
+
+It is in every snapshot. Where it changes, the job goes on, and says once that the bits may differ.
+"""
+
+import contextlib
+import platform
+from pathlib import Path
+
+import torch
+
+from elastic_mnist import __version__
+
+
+def of(device: torch.device) -> dict[str, str]:
+    """Return the environment of a process that computes on `device`, one text a field."""
+    return {
+        "elastic_mnist": __version__,
+        "torch": str(torch.__version__),  # a class of torch's own, which a plain load refuses
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+    }
+
+
+def _processor() -> str:
+    """Return the kind of the CPU, and the instructions that torch uses of it."""
+    name = platform.machine()
+    with contextlib.suppress(OSError, StopIteration), Path("/proc/cpuinfo").open() as lines:
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return what differs between two environments, one text a field."""
+    return [f"{key} was {before.get(key)} and is now {now.get(key)}" for key in now if now[key] != before.get(key)]

@@ -1,0 +1,66 @@
+"""Faults at coordinates, inside a real worker: imported by Python itself where this directory is on PYTHONPATH.
+
+`ELASTIC_MNIST_TEST_FAULT` is `KIND RANK STEP GENERATION FILE`: at the beginning of that step that rank of that
+generation does what KIND says, once, and leaves FILE as the proof. The package knows nothing of this.
+"""
+
+import importlib.abc
+import importlib.machinery
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_TARGET = "elastic_mnist.trainer"
+
+
+def _fire(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "raise":
+        raise RuntimeError("a planted fault")
+    elif kind == "exit":
+        os._exit(0)
+
+
+def _plant(module: Any) -> None:  # noqa: ANN401 - a module whose functions are replaced
+    kind, rank, step, generation, file = os.environ["ELASTIC_MNIST_TEST_FAULT"].split(maxsplit=4)
+    original = module.set_learning_rate
+
+    def set_learning_rate(training: Any) -> None:  # noqa: ANN401 - the trainer's own type, not imported here
+        from elastic_mnist import events  # noqa: PLC0415
+
+        here = (os.environ.get("RANK", "0"), str(training.position.step), str(events._identity.keys["generation"]))
+        if here == (rank, step, generation) and not Path(file).exists():
+            Path(file).write_text(" ".join(here))
+            _fire(kind)
+        original(training)
+
+    module.set_learning_rate = set_learning_rate
+
+
+class _Hook(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _TARGET:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        assert spec is not None
+        loader = spec.loader
+        assert isinstance(loader, importlib.machinery.SourceFileLoader)
+        load = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            _plant(module)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if "ELASTIC_MNIST_TEST_FAULT" in os.environ:
+    sys.meta_path.insert(0, _Hook())
