@@ -8,9 +8,10 @@ files or formats.
 
 import json
 import logging
+import math
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,7 +50,7 @@ class _JsonLines:
         event = {key: event[key] for key in (*_HEAD, *event) if key in event}
         if self._path is not None:
             try:
-                self._append(self._path, (json.dumps(event, default=str) + "\n").encode())
+                self._append(self._path, (json.dumps(_as_json(event), default=str) + "\n").encode())
             except OSError as error:
                 sys.stderr.write(
                     f"elastic_mnist: warning: event log {self._path}: {error.strerror}; going on without\n"
@@ -60,8 +61,13 @@ class _JsonLines:
     def _append(self, path: Path, line: bytes) -> None:
         if self._descriptor is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        os.write(self._descriptor, line)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn by a full disk or a lost machine
+                line = b"\n" + line
+        written = os.write(self._descriptor, line)
+        if written < len(line):
+            self._append(path, line[written:])  # a rest that does not fit either raises the reason
 
 
 class _Stream:
@@ -78,6 +84,15 @@ class _Stream:
             return
 
     debug = info = warning = error = critical = msg
+
+
+def _as_json(value: Any) -> Any:  # noqa: ANN401 - the values of a JSON object
+    """Spell numbers that JSON does not have as texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _as_json(member) for key, member in value.items()}
+    return [_as_json(member) for member in value] if isinstance(value, (list, tuple)) else value
 
 
 def _for_people(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -230,6 +230,8 @@ def _reader(option: Field[Any]) -> typing.Callable[[str], Any]:
     kind = _value_type(option)
 
     def read(text: str) -> Any:  # noqa: ANN401 - one of the options' types
+        if not text and kind not in (int, float):  # Path("") would be the working directory
+            raise argparse.ArgumentTypeError("must not be empty")
         try:
             return kind(text)
         except ValueError:

@@ -78,7 +78,7 @@ class Manifest:
             content = json.loads(data)
             digest = content.pop("manifest_sha256")
             manifest = cls(**{field.name: content[field.name] for field in fields(cls)})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SnapshotError(f"manifest not readable: {type(error).__name__}: {error}") from None
         # Byte for byte, so that no flipped bit can hide in white space or in a number's spelling.
         if digest != _digest_of(content) or manifest.to_json() != data:
@@ -122,7 +122,7 @@ class DurableTier:
             save_seconds=round(time.monotonic() - began, 4),
         )
         try:
-            self._prune()
+            self._prune(manifest.step)
         except StoreError as error:  # the snapshot is committed; the old ones cost space only
             log.warning("snapshot.prune_failed", reason=str(error))
 
@@ -181,17 +181,21 @@ class DurableTier:
             except (FileNotFoundError, StoreError):
                 continue  # a read-only store is no reason not to take the snapshot before
 
-    def _prune(self) -> None:
-        """Remove the snapshots beyond `keep_last`, and data that never got its manifest."""
+    def _prune(self, saved_step: int) -> None:
+        """Remove the snapshots beyond `keep_last`, and data that never got its manifest.
+
+        What lies beyond the step just saved was found damaged and could not be set aside: it counts for nothing
+        here, or it would push out what is whole.
+        """
         names = self._storage.names()
-        committed = sorted(int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, names) if match)
-        kept = committed[-self._keep_last :]
-        for step in committed[: -self._keep_last]:
+        manifests, data = (
+            sorted(step for match in map(pattern.fullmatch, names) if match and (step := int(match[1])) <= saved_step)
+            for pattern in (_MANIFEST_NAME, _DATA_NAME)
+        )
+        for step in manifests[: -self._keep_last]:
             self._storage.delete(f"step-{step:08d}.json")
-        for name in names:
-            match = _DATA_NAME.fullmatch(name)
-            if match and int(match[1]) not in kept:
-                self._storage.delete(name)
+        for step in sorted({*data} - {*manifests[-self._keep_last :]}):
+            self._storage.delete(f"step-{step:08d}.pt")
 
 
 def find(location: str, *, named: str) -> tuple[str, bytes]:
@@ -208,7 +212,9 @@ def find(location: str, *, named: str) -> tuple[str, bytes]:
         UsageError: there is no snapshot, or not a valid one.
     """
     directory, _, name = location.rpartition("/") if location.endswith(".pt") else (location, "", None)
-    storage = open_storage(directory or ".", named=named)
+    if name is not None and not directory:
+        directory = "/" if location.startswith("/") else "."
+    storage = open_storage(directory, named=named)
     tier = DurableTier(storage, read_only=True)
     try:
         if name is None:

@@ -33,6 +33,7 @@ class RunRecord:
         num_lost_steps: steps that were made, lost and made again, over all generations.
         is_finished: whether the end of the run has been told.
         contract: the settings its result hangs on.
+        resumed_from: the snapshot elsewhere that it began from; None for a fresh start.
     """
 
     run_id: str
@@ -41,9 +42,10 @@ class RunRecord:
     num_lost_steps: int
     is_finished: bool
     contract: Contract
+    resumed_from: str | None
 
     @classmethod
-    def new(cls, contract: Contract, *, started_at: float) -> "RunRecord":
+    def new(cls, contract: Contract, *, started_at: float, resumed_from: str | None = None) -> "RunRecord":
         """Return the record of a run that begins."""
         return cls(
             run_id=uuid.uuid4().hex[:12],
@@ -52,6 +54,7 @@ class RunRecord:
             num_lost_steps=0,
             is_finished=False,
             contract=contract,
+            resumed_from=resumed_from,
         )
 
     def next_generation(self, *, num_lost_steps: int, contract: Contract) -> "RunRecord":
@@ -80,7 +83,7 @@ def read(storage: Storage) -> RunRecord | None:
         return RunRecord.from_plain(json.loads(storage.get(NAME)))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(
             f"{storage.path(NAME)}: damaged ({type(error).__name__}); move it away: it is made anew from the snapshots"
         ) from None

@@ -76,6 +76,8 @@ def decide(
         source = "file"
         path, data = find(settings.resume_from, named="--resume_from")
         known = unpack(data)["contract"]
+        if recorded is not None and recorded.resumed_from == path and not differences(recorded.contract, asked):
+            known = recorded.contract  # a run from this file that was lost before its first snapshot
     elif recorded is not None and (tier.has_traces() or not differences(recorded.contract, asked)):
         known = recorded.contract  # a run that was lost before its first snapshot, or whose snapshots are damaged
 
@@ -83,13 +85,12 @@ def decide(
         contract = resolve(asked, world_size=world_size, device_type=device_type)
     else:
         contract = _agreed(known, asked, settings, path or storage.location, world_size)
-    start = Start(
-        record=RunRecord.new(contract, started_at=time.time()), asked=asked, source=source, path=path, data=data
-    )
+    new_run = RunRecord.new(contract, started_at=time.time(), resumed_from=path if source == "file" else None)
+    start = Start(record=new_run, asked=asked, source=source, path=path, data=data)
     if newest is not None and newest[0].epoch >= settings.epochs:
         assert recorded is not None
         return replace(start, record=recorded, data=None, finished=newest[0])
-    if recorded is not None and known is not None and (source != "file" or recorded.contract == contract):
+    if recorded is not None and known is not None and (source != "file" or known is recorded.contract):
         start = _go_on(start, recorded, contract, mark_path)
     storage.create()
     run_record.write(storage, start.record)

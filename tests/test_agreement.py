@@ -1,0 +1,103 @@
+"""How rank 0's decision reaches the other ranks, and what they check of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from places import Place
+from states import DATASET, small_state
+
+from elastic_mnist.errors import StoreError, UsageError
+from elastic_mnist.settings import Settings
+from elastic_mnist.snapshots.contract import asked
+from elastic_mnist.snapshots.resume import Start, check_same_settings, from_bytes, to_bytes
+
+
+def fresh(place: Place) -> Start:
+    """Start from nothing."""
+    return place.decide()
+
+
+def restarted(place: Place) -> Start:
+    """Start again with an unknown number of lost steps."""
+    place.decide()
+    return place.decide()
+
+
+def from_storage(place: Place) -> Start:
+    """Start from a snapshot."""
+    place.commit(5)
+    return place.decide()
+
+
+def from_file(place: Place) -> Start:
+    """Start from a snapshot elsewhere."""
+    other = Place(place.directory.parent / "other")
+    other.commit(5)
+    return place.decide(resume_from=str(other.directory))
+
+
+def finished(place: Place) -> Start:
+    """Find nothing left to do."""
+    place.commit(26)
+    return place.decide(epochs=2)
+
+
+STARTS = [fresh, restarted, from_storage, from_file, finished]
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_a_decision_arrives_as_it_was_made(kind: Callable[[Place], Start], tmp_path: Path) -> None:
+    """Every field of every kind of start comes back, the state's bytes too."""
+    start = kind(Place(tmp_path))
+    assert from_bytes(to_bytes(start)) == start
+
+
+def test_a_state_arrives_whole(tmp_path: Path) -> None:
+    """The receiver unpacks the state that rank 0 has."""
+    state = from_bytes(to_bytes(from_storage(Place(tmp_path)))).state()
+    assert state is not None
+    assert state["model"]["weight"].equal(small_state(5)["model"]["weight"])
+
+
+@pytest.mark.parametrize("error", [UsageError("one line"), StoreError("--snapshot_path ä: 403")])
+def test_an_error_of_rank_0_is_raised_at_every_rank(error: UsageError) -> None:
+    """The receiver raises a UsageError with the same text."""
+    with pytest.raises(UsageError) as caught:
+        from_bytes(to_bytes(error))
+    assert str(caught.value) == str(error)
+
+
+def test_the_same_settings_are_agreed_on(tmp_path: Path) -> None:
+    """A rank started with rank 0's options goes on, also where options that change no result differ."""
+    start = fresh(Place(tmp_path))
+    check_same_settings(start, asked(Settings(batch_size=8, threads=3, epochs=9), DATASET))
+
+
+@pytest.mark.parametrize(
+    ("field", "settings", "dataset"),
+    [
+        ("seed", Settings(batch_size=8, seed=1), DATASET),
+        ("batch_size", Settings(batch_size=9), DATASET),
+        ("global_batch_size", Settings(batch_size=8, global_batch_size=8), DATASET),
+        ("lr", Settings(batch_size=8, lr=0.5), DATASET),
+        ("precision", Settings(batch_size=8, precision="bf16"), DATASET),
+        ("epochs", Settings(batch_size=8, lr_schedule="cosine"), DATASET),
+        ("data_sha256", Settings(batch_size=8), {**DATASET, "sha256": "ab" * 32}),
+    ],
+)
+def test_other_settings_than_rank_0s_are_refused_by_name(
+    field: str, settings: Settings, dataset: dict[str, object], tmp_path: Path
+) -> None:
+    """The error is one line that names the field and says what to do."""
+    start = fresh(Place(tmp_path))
+    with pytest.raises(UsageError, match=f"[:;] {field} is .*; start all nodes with the same options$") as caught:
+        check_same_settings(start, asked(settings, dataset))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_smaller_side_of_a_difference_is_checked_too(tmp_path: Path) -> None:
+    """Where rank 0 has a cosine and this rank has none, the schedule is named."""
+    start = Place(tmp_path).decide(lr_schedule="cosine")
+    with pytest.raises(UsageError, match="lr_schedule is constant here and cosine at rank 0"):
+        check_same_settings(start, asked(Settings(batch_size=8), DATASET))

@@ -1,0 +1,73 @@
+"""DDP's own gradient sum, the other choice of --gradient_sync, in a real gloo group of one process."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from builders import BATCH, SEED, flat_gradient, plain_gradient, poison, problem, samples_of, step_of, without_dropout
+from torch import Tensor, nn
+
+from elastic_mnist.gradients import AllReduceGradient, StepResult
+from elastic_mnist.model import ConvNet, build
+from elastic_mnist.sampler import Step
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """Let this process be a gloo group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def all_reduce_in_group(tensor: Tensor) -> None:
+    """Add up over this process's group."""
+    dist.all_reduce(tensor)
+
+
+def all_reduced(step: Step, *, stop: bool = False) -> tuple[StepResult, ConvNet]:
+    """Make one step's gradient by DDP in this process's group, without dropout."""
+    model = without_dropout(build(SEED))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    gradient = AllReduceGradient(problem(model), wrapped, all_reduce_in_group)
+    return gradient(step, step_index=3, stop=stop), model
+
+
+@pytest.mark.parametrize("start", [0, BATCH], ids=["full", "short"])
+def test_allreduce_gives_the_gradient_of_the_mean_loss_over_the_step(start: int) -> None:
+    """DDP's gradient over several micro-batches equals plain autograd's over the step's samples."""
+    _, model = all_reduced(step_of(start=start))
+    _, plain = plain_gradient(samples_of(step_of(start=start)))
+    torch.testing.assert_close(flat_gradient(model), plain, rtol=1e-4, atol=1e-6)
+
+
+def test_allreduce_gives_the_loss_sum_over_the_step() -> None:
+    """DDP's loss equals that of one plain forward pass."""
+    result, _ = all_reduced(step_of())
+    plain, _ = plain_gradient(samples_of(step_of()))
+    assert result.loss_sum == pytest.approx(plain, rel=1e-5)
+
+
+def test_allreduce_works_for_a_rank_without_micro_batches() -> None:
+    """A rank with nothing to compute brings zeros for every parameter, and no loss."""
+    result, model = all_reduced(Step(epoch=0, start=0, stop=BATCH, micro_batches=()))
+    assert result == StepResult(loss_sum=0.0, num_bad=0, num_stops=0)
+    assert torch.count_nonzero(flat_gradient(model)) == 0
+    assert flat_gradient(model).numel() == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_allreduce_carries_the_stop_flag() -> None:
+    """A rank asked to stop is counted."""
+    result, _ = all_reduced(step_of(start=BATCH), stop=True)
+    assert result.num_stops == 1
+
+
+def test_allreduce_counts_a_gradient_that_is_not_finite() -> None:
+    """Weights with a NaN make the step bad."""
+    model = build(SEED)
+    poison(model)
+    gradient = AllReduceGradient(problem(model), nn.parallel.DistributedDataParallel(model), all_reduce_in_group)
+    assert gradient(step_of(start=BATCH), step_index=3).num_bad == 1

@@ -1,0 +1,344 @@
+"""The durable tier: the manifest is the commit, and nothing damaged is ever believed."""
+
+import os
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+from states import Fault, FaultyStorage, Killed, commit, manifest_of, small_state
+from structlog.testing import capture_logs
+
+from elastic_mnist.errors import SnapshotError, StoreError
+from elastic_mnist.sampler import Position
+from elastic_mnist.snapshots.durable import DurableTier, Manifest
+from elastic_mnist.snapshots.state import pack
+from elastic_mnist.snapshots.storage import LocalStorage, Storage, open_storage
+
+DATA_5, MANIFEST_5 = "step-00000005.pt", "step-00000005.json"
+DATA_9, MANIFEST_9 = "step-00000009.pt", "step-00000009.json"
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    """An empty directory."""
+    return LocalStorage(tmp_path)
+
+
+def newest_step(storage: Storage) -> int | None:
+    """Return the step of the newest valid snapshot, after a check of its bytes."""
+    newest = DurableTier(storage).newest_valid()
+    if newest is None:
+        return None
+    manifest, data = newest
+    assert data == pack(small_state(manifest.step))
+    return manifest.step
+
+
+def test_a_saved_snapshot_is_loaded_as_it_was(storage: LocalStorage) -> None:
+    """The newest valid snapshot has the manifest and the bytes that were saved."""
+    manifest = commit(storage, 5)
+    assert DurableTier(storage).newest_valid() == (manifest, pack(small_state(5)))
+
+
+def test_an_empty_place_has_no_snapshot(storage: LocalStorage) -> None:
+    """Nothing there is None, not an error."""
+    assert DurableTier(storage).newest_valid() is None
+
+
+def test_the_names_are_those_of_the_documentation(storage: LocalStorage) -> None:
+    """Step 590 lies in step-00000590.pt and step-00000590.json."""
+    commit(storage, 590)
+    assert sorted(storage.names()) == ["step-00000590.json", "step-00000590.pt"]
+
+
+def test_the_largest_step_is_taken_whatever_was_touched_last(storage: LocalStorage, tmp_path: Path) -> None:
+    """Beside step 1000, step 900 is the older one, also when its files are the newer ones."""
+    commit(storage, 1000)
+    commit(storage, 900)
+    for name in ("step-00000900.pt", "step-00000900.json"):
+        os.utime(tmp_path / name, (2e9, 2e9))
+    assert newest_step(storage) == 1000
+
+
+def test_the_largest_step_is_taken_beyond_eight_digits(storage: LocalStorage) -> None:
+    """Steps are compared as numbers: 100000000 is after 99999999."""
+    commit(storage, 99_999_999)
+    commit(storage, 100_000_000)
+    assert newest_step(storage) == 100_000_000
+
+
+def test_data_without_a_manifest_does_not_exist(storage: LocalStorage) -> None:
+    """Bytes that were never committed are not taken, whole as they may be."""
+    storage.put(DATA_5, pack(small_state(5)))
+    assert newest_step(storage) is None
+
+
+def test_the_snapshot_before_uncommitted_data_is_taken(storage: LocalStorage) -> None:
+    """Step 5 is the newest while step 9 has no manifest."""
+    commit(storage, 5)
+    storage.put(DATA_9, pack(small_state(9)))
+    assert newest_step(storage) == 5
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty data": lambda place: (place / DATA_9).write_bytes(b""),
+    "half the data": lambda place: os.truncate(place / DATA_9, (place / DATA_9).stat().st_size // 2),
+    "one byte less": lambda place: os.truncate(place / DATA_9, (place / DATA_9).stat().st_size - 1),
+    "one byte more": lambda place: (place / DATA_9).write_bytes((place / DATA_9).read_bytes() + b"\0"),
+    "missing data": lambda place: (place / DATA_9).unlink(),
+    "another's data": lambda place: (place / DATA_9).write_bytes((place / DATA_5).read_bytes()),
+    "empty manifest": lambda place: (place / MANIFEST_9).write_bytes(b""),
+    "half the manifest": lambda place: os.truncate(place / MANIFEST_9, 200),
+    "extra white space": lambda place: (place / MANIFEST_9).write_bytes((place / MANIFEST_9).read_bytes() + b"\n"),
+    "not an object": lambda place: (place / MANIFEST_9).write_bytes(b"[1, 2]\n"),
+    "another's manifest": lambda place: (place / MANIFEST_9).write_bytes((place / MANIFEST_5).read_bytes()),
+}
+
+
+@pytest.fixture(params=DAMAGES)
+def damaged(request: pytest.FixtureRequest, storage: LocalStorage, tmp_path: Path) -> LocalStorage:
+    """A place with a whole step 5 and a step 9 that is damaged in one of many ways."""
+    commit(storage, 5)
+    commit(storage, 9)
+    assert newest_step(storage) == 9
+    DAMAGES[request.param](tmp_path)
+    return storage
+
+
+def test_the_snapshot_before_a_damaged_one_is_taken(damaged: LocalStorage) -> None:
+    """Step 5 is the newest that is whole."""
+    assert newest_step(damaged) == 5
+
+
+def test_a_damaged_snapshot_is_told_with_its_path_and_a_reason(damaged: LocalStorage, tmp_path: Path) -> None:
+    """One warning `snapshot.rejected` names the data file and says why in one line."""
+    with capture_logs() as events:
+        newest_step(damaged)
+    (event,) = events
+    assert (event["event"], event["log_level"]) == ("snapshot.rejected", "warning")
+    assert event["path"] == f"{tmp_path}/{DATA_9}"
+    assert event["reason"]
+    assert "\n" not in event["reason"]
+
+
+def test_a_damaged_snapshot_is_kept_aside(damaged: LocalStorage, tmp_path: Path) -> None:
+    """Its files are renamed with their bytes as they are, and step 5's stay."""
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    newest_step(damaged)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    aside = {DATA_9: f"{DATA_9}.rejected", MANIFEST_9: f"{MANIFEST_9}.rejected"}
+    assert after == {aside.get(name, name): data for name, data in before.items()}
+
+
+def test_a_damaged_snapshot_is_told_once(damaged: LocalStorage) -> None:
+    """Set aside, it is not met again."""
+    newest_step(damaged)
+    with capture_logs() as events:
+        assert newest_step(damaged) == 5
+    assert events == []
+
+
+def test_another_runs_place_is_left_as_it_is(damaged: LocalStorage, tmp_path: Path) -> None:
+    """A read-only tier takes the snapshot before the damaged one, and changes no file."""
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    newest = DurableTier(damaged, read_only=True).newest_valid()
+    assert newest is not None
+    assert newest[0].step == 5
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_place_of_damaged_snapshots_alone_has_none(storage: LocalStorage, tmp_path: Path) -> None:
+    """With every snapshot damaged there is no newest one."""
+    for step in (5, 9):
+        commit(storage, step)
+        os.truncate(tmp_path / f"step-{step:08d}.pt", 10)
+    assert newest_step(storage) is None
+
+
+def test_a_place_remembers_that_it_had_snapshots(damaged: LocalStorage) -> None:
+    """Traces are found before and after a damaged snapshot was set aside, also when it was the only one."""
+    for name in (DATA_5, MANIFEST_5):
+        damaged.delete(name)
+    assert DurableTier(damaged).has_traces()
+    assert newest_step(damaged) is None
+    assert DurableTier(damaged).has_traces()
+
+
+def test_a_place_without_a_commit_has_no_traces(storage: LocalStorage) -> None:
+    """Data without a manifest is no trace, and neither is another file."""
+    storage.put(DATA_5, pack(small_state(5)))
+    storage.put("run.json", b"{}")
+    assert not DurableTier(storage).has_traces()
+
+
+def test_a_manifest_nested_beyond_reason_is_damaged() -> None:
+    """JSON too deep for its parser is a damaged manifest like any other, not a crash of the job."""
+    with pytest.raises(SnapshotError):
+        Manifest.from_json(b"[" * 200_000, MANIFEST_5)
+
+
+def test_no_flipped_bit_of_a_manifest_goes_unseen() -> None:
+    """Each bit of a manifest in turn, flipped, makes it one that is not to be believed."""
+    data = pack(small_state(5))
+    whole = manifest_of(small_state(5), data).to_json()
+    Manifest.from_json(whole, MANIFEST_5)
+    for place in range(len(whole)):
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1 << bit
+            with pytest.raises(SnapshotError):
+                Manifest.from_json(bytes(flipped), MANIFEST_5)
+
+
+def test_no_flipped_byte_of_the_data_goes_unseen(storage: LocalStorage, tmp_path: Path) -> None:
+    """Each byte of the data in turn, flipped, makes it one that is not to be loaded."""
+    manifest, tier = commit(storage, 5), DurableTier(storage)
+    whole = tier.load(manifest)
+    with (tmp_path / DATA_5).open("r+b", buffering=0) as file:
+        for place in range(len(whole)):
+            os.pwrite(file.fileno(), bytes([whole[place] ^ 0x10]), place)
+            with pytest.raises(SnapshotError):
+                tier.load(manifest)
+            os.pwrite(file.fileno(), whole[place : place + 1], place)
+    assert tier.load(manifest) == whole
+
+
+def test_a_position_that_is_not_the_manifests_is_refused(storage: LocalStorage) -> None:
+    """Data of step 5 under a manifest that says another epoch is not loaded, right as both digests are."""
+    state = small_state(5)
+    data = pack(state)
+    manifest = manifest_of(state, data, epoch=1)
+    storage.put(manifest.data_name, data)
+    storage.put(manifest.name, manifest.to_json())
+    with pytest.raises(SnapshotError, match="position"):
+        DurableTier(storage).load(manifest)
+
+
+@pytest.mark.parametrize("accuracy", [None, 0.1 + 0.2, 1.0])
+def test_a_manifest_is_read_as_it_was_written(accuracy: float | None) -> None:
+    """Every field comes back, a missing accuracy and one of many digits too."""
+    manifest = manifest_of(small_state(5), pack(small_state(5)), test_accuracy=accuracy)
+    assert Manifest.from_json(manifest.to_json(), MANIFEST_5) == manifest
+
+
+def test_a_manifest_knows_its_position() -> None:
+    """Epoch, samples and step are those of the state: step 30 of epochs of 13 steps is 4 steps into the third."""
+    manifest = manifest_of(small_state(30), pack(small_state(30)))
+    assert manifest.position == Position(epoch=2, samples_in_epoch=32, step=30)
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_retention_leaves_the_last_snapshots(keep_last: int, storage: LocalStorage) -> None:
+    """After five saves the newest `keep_last` are there, whole, and no file of another."""
+    manifests = [commit(storage, step, keep_last=keep_last) for step in (1, 2, 3, 4, 5)]
+    kept = [name for manifest in manifests[-keep_last:] for name in (manifest.name, manifest.data_name)]
+    assert sorted(storage.names()) == sorted(kept)
+    assert newest_step(storage) == 5
+
+
+def test_retention_removes_data_that_was_never_committed(storage: LocalStorage) -> None:
+    """What an interrupted save left is gone after the next one."""
+    storage.put(DATA_5, b"half a snapshot")
+    commit(storage, 9)
+    assert sorted(storage.names()) == [MANIFEST_9, DATA_9]
+
+
+def test_retention_leaves_what_is_not_its_own(storage: LocalStorage) -> None:
+    """The run's record, the user's files and what was set aside stay."""
+    others = ["run.json", "notes.txt", "events.jsonl", f"{DATA_5}.rejected", "best-step-00000001.pt", "step-1.pt"]
+    for name in others:
+        storage.put(name, b"x")
+    commit(storage, 9, keep_last=1)
+    assert sorted(storage.names()) == sorted([*others, DATA_9, MANIFEST_9])
+
+
+def test_retention_never_removes_what_was_just_saved(storage: LocalStorage, tmp_path: Path) -> None:
+    """A damaged step 9 that could not be set aside does not cost the job the step 7 that it saves next."""
+    commit(storage, 5)
+    commit(storage, 9)
+    os.truncate(tmp_path / DATA_9, 10)
+    fault = Fault(at=None, of=("rename",), raises=StoreError("no renames today"))
+    faulty = FaultyStorage(storage, fault)
+    assert newest_step(faulty) == 5
+    assert fault.num_fired > 0
+    commit(faulty, 7, keep_last=1)
+    assert newest_step(storage) == 7
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+def test_a_failing_delete_after_the_commit_does_not_fail_the_save(storage: LocalStorage, *, is_done: bool) -> None:
+    """The save returns, tells of it as a warning, and the new snapshot is the newest."""
+    commit(storage, 5)
+    fault = Fault(at=None, of=("delete",), raises=StoreError("no deletes today"), is_done=is_done)
+    with capture_logs() as events:
+        commit(FaultyStorage(storage, fault), 9, keep_last=1)
+    assert fault.num_fired == 1
+    assert [(event["event"], event["log_level"]) for event in events[1:]] == [("snapshot.prune_failed", "warning")]
+    assert newest_step(storage) == 9
+
+
+def test_a_failing_put_fails_the_save(storage: LocalStorage) -> None:
+    """A save whose data or manifest cannot be written raises, and tells of no saved snapshot."""
+    for at in (0, 1):
+        fault = Fault(at=at, of=("put",), raises=StoreError("disk full"))
+        with capture_logs() as events, pytest.raises(StoreError, match="disk full"):
+            commit(FaultyStorage(storage, fault), 9)
+        assert fault.num_fired == 1
+        assert events == []
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("raises", [StoreError("no access"), Killed()], ids=["error", "kill"])
+def test_a_fault_at_any_operation_of_a_save_leaves_the_old_snapshot_or_the_new_one(
+    raises: BaseException, tmp_path: Path, *, is_done: bool
+) -> None:
+    """Failed before or after each operation in turn, a save leaves 5 or 9 as the newest, and all manifests true."""
+    found = []
+    for at in count():
+        storage = LocalStorage(tmp_path / str(at))
+        storage.create()
+        for step in (1, 5):
+            commit(storage, step)
+        storage.put("step-00000003.pt", b"never committed")
+        fault = Fault(at=at, raises=raises, is_done=is_done)
+        try:
+            commit(FaultyStorage(storage, fault), 9, keep_last=1)
+        except (StoreError, Killed):
+            has_failed = True
+        else:
+            has_failed = False
+        if not fault.num_fired:  # it has no more operations
+            break
+        for manifest in DurableTier(storage).manifests():
+            assert DurableTier(storage).load(manifest) == pack(small_state(manifest.step))
+        found.append(newest_step(storage))
+        assert found[-1] == 9 or (found[-1] == 5 and has_failed)
+    # Five operations follow the two of the commit: a listing, and the removal of five files of steps 1, 3 and 5.
+    assert found == [9 if index > 1 or (index == 1 and is_done) else 5 for index in range(len(found))]
+    assert len(found) == 2 + 1 + 5
+
+
+@pytest.mark.parametrize("operation", ["names", "get"])
+def test_an_error_of_access_is_never_read_as_no_snapshot(operation: str, storage: LocalStorage) -> None:
+    """Wherever in the search access fails, it fails the search: no older snapshot is taken, nor none."""
+    commit(storage, 5)
+    commit(storage, 9)
+    num_operations = {"names": 1, "get": 3}[operation]
+    for at in range(num_operations):
+        fault = Fault(at=at, of=(operation,), raises=StoreError("403"))
+        with pytest.raises(StoreError, match="403"):
+            DurableTier(FaultyStorage(storage, fault)).newest_valid()
+        assert fault.num_fired == 1
+    assert newest_step(storage) == 9
+
+
+def test_an_object_store_holds_snapshots_too(tmp_path: Path) -> None:
+    """On fsspec's memory file system the newest whole one of three is taken, and the damaged one set aside."""
+    storage = open_storage(f"memory://{tmp_path}")
+    for step in (1, 5, 9):
+        commit(storage, step, keep_last=2)
+    storage.put(DATA_9, b"damaged")
+    assert newest_step(storage) == 5
+    aside = [f"{DATA_9}.rejected", f"{MANIFEST_9}.rejected"]
+    assert sorted(storage.names()) == sorted([DATA_5, MANIFEST_5, *aside])

@@ -1,0 +1,174 @@
+"""The fixed-point sum: no order, no overflow, nothing that is not finite, and an error below its bound."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic_mnist.gradients import MEAN_NORM_LIMIT_BITS, FixedPointSum, choose_exponent, error_bound
+
+BOUNDED = settings(max_examples=100, deadline=None)
+MICRO_BATCH = 64
+NORM_LIMIT = MICRO_BATCH * 2.0**MEAN_NORM_LIMIT_BITS
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> list[list[Tensor]]:
+    """Draw one to ten vectors of the same pieces, their values between 1e-30 and 1e3 in magnitude or zero."""
+    shapes = draw(st.lists(st.sampled_from([(1,), (3,), (2, 3), (2, 1, 2), ()]), min_size=1, max_size=3))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    low = draw(st.integers(-30, 3))
+    high = draw(st.integers(low, 3))
+
+    def piece(shape: tuple[int, ...]) -> Tensor:
+        exponents = torch.rand(shape, generator=random, dtype=torch.float64) * (high - low) + low
+        signs = torch.randint(-1, 2, shape, generator=random)
+        return (signs * 10**exponents).float()
+
+    return [[piece(shape) for shape in shapes] for _ in range(draw(st.integers(1, 10)))]
+
+
+def flat(pieces: list[Tensor]) -> Tensor:
+    """Return the vector that the pieces form."""
+    return torch.cat([piece.flatten() for piece in pieces])
+
+
+def sum_of(items: list[list[Tensor]], exponent: int) -> FixedPointSum:
+    """Add up vectors in the order given."""
+    total = FixedPointSum(flat(items[0]).numel(), exponent=exponent, norm_limit=NORM_LIMIT)
+    for pieces in items:
+        total.add(pieces)
+    assert total.num_bad == 0
+    return total
+
+
+@given(items=vectors())
+@BOUNDED
+def test_the_sum_is_the_exact_sum_within_its_error_bound(items: list[list[Tensor]]) -> None:
+    """Each element is off from the exact sum of the fp32 values by less than the bound, in rational arithmetic."""
+    exponent = choose_exponent(MICRO_BATCH, len(items))
+    bound = Fraction(error_bound(MICRO_BATCH, len(items), num_samples=1))
+    exact = [sum(map(Fraction, column)) for column in zip(*(flat(pieces).tolist() for pieces in items), strict=True)]
+    found = [Fraction(value, 2**exponent) for value in sum_of(items, exponent).total.tolist()]
+    assert all(abs(one - other) < bound for one, other in zip(found, exact, strict=True))
+
+
+@given(items=vectors())
+@BOUNDED
+def test_the_mean_is_the_fp64_mean_within_its_error_bound(items: list[list[Tensor]]) -> None:
+    """Each element of the mean is off from the correctly rounded fp64 sum's by the bound and fp64's own rounding."""
+    exponent, num_samples = choose_exponent(MICRO_BATCH, len(items)), 512
+    bound = error_bound(MICRO_BATCH, len(items), num_samples)
+    columns = zip(*(flat(pieces).tolist() for pieces in items), strict=True)
+    exact = torch.tensor([math.fsum(column) / num_samples for column in columns], dtype=torch.float64)
+    found = sum_of(items, exponent).total.double() * (2.0**-exponent / num_samples)
+    assert bool(((found - exact).abs() <= bound + exact.abs() * 2.0**-50).all())
+
+
+@given(items=vectors(), data=st.data())
+@BOUNDED
+def test_the_order_of_the_vectors_changes_no_bit(items: list[list[Tensor]], data: st.DataObject) -> None:
+    """Any permutation gives the same integers."""
+    exponent = choose_exponent(MICRO_BATCH, len(items))
+    shuffled = data.draw(st.permutations(items))
+    assert torch.equal(sum_of(shuffled, exponent).total, sum_of(items, exponent).total)
+
+
+@given(items=vectors(), data=st.data())
+@BOUNDED
+def test_a_split_over_several_sums_changes_no_bit(items: list[list[Tensor]], data: st.DataObject) -> None:
+    """Vectors dealt out to three sums in any way, and these added up, give the same integers."""
+    exponent = choose_exponent(MICRO_BATCH, len(items))
+    parts = [FixedPointSum(flat(items[0]).numel(), exponent=exponent, norm_limit=NORM_LIMIT) for _ in range(3)]
+    for pieces in items:
+        parts[data.draw(st.integers(0, 2))].add(pieces)
+    assert torch.equal(parts[2].total + parts[0].total + parts[1].total, sum_of(items, exponent).total)
+
+
+@given(micro_batch=st.integers(1, 2**16), num_micro_batches=st.integers(1, 2**16))
+@BOUNDED
+def test_the_exponent_leaves_room_for_all_micro_batches(micro_batch: int, num_micro_batches: int) -> None:
+    """M values at the limit of 2^10 b, scaled, stay within 2^62, half of what an int64 holds."""
+    scale = Fraction(2) ** choose_exponent(micro_batch, num_micro_batches)
+    assert num_micro_batches * 2**MEAN_NORM_LIMIT_BITS * micro_batch * scale <= 2**62
+
+
+@given(micro_batch=st.integers(1, 2**16), num_micro_batches=st.integers(1, 2**16))
+@BOUNDED
+def test_the_exponent_is_the_largest_that_leaves_room(micro_batch: int, num_micro_batches: int) -> None:
+    """One more would pass 2^62: no useful bit is given away."""
+    scale = Fraction(2) ** (choose_exponent(micro_batch, num_micro_batches) + 1)
+    assert num_micro_batches * 2**MEAN_NORM_LIMIT_BITS * micro_batch * scale > 2**62
+
+
+def test_the_defaults_have_the_exponent_that_the_documentation_states() -> None:
+    """Micro-batches of 64, 8 of them: exponent 43, and an error of the mean below 1.9e-15."""
+    assert choose_exponent(64, 8) == 43
+    assert error_bound(64, 8, 512) < 1.9e-15
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("micro_batch", "num_micro_batches"), [(1, 1), (4, 5), (64, 8), (64, 1000), (512, 3)])
+def test_vectors_at_the_limit_do_not_overflow(micro_batch: int, num_micro_batches: int, sign: int) -> None:
+    """M times the largest fp32 value below the limit adds up to the sum in Python's unbounded integers."""
+    exponent = choose_exponent(micro_batch, num_micro_batches)
+    limit = micro_batch * 2.0**MEAN_NORM_LIMIT_BITS
+    value = sign * torch.nextafter(torch.tensor(limit), torch.tensor(0.0))
+    total = FixedPointSum(1, exponent=exponent, norm_limit=limit)
+    for _ in range(num_micro_batches):
+        total.add([value])
+    assert total.num_bad == 0
+    assert total.total.item() == num_micro_batches * int(Fraction(value.item()) * 2**exponent)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, -math.inf, NORM_LIMIT, -2 * NORM_LIMIT, 1e20, 3.4e38],
+    ids=["nan", "inf", "-inf", "at the limit", "beyond it", "square overflows", "largest"],
+)
+def test_a_vector_that_is_not_fit_is_counted_and_not_added(value: float) -> None:
+    """NaN, infinity and a norm at or beyond the limit count as one bad vector, and leave the sum as it was."""
+    total = FixedPointSum(3, exponent=43, norm_limit=NORM_LIMIT)
+    total.add([torch.tensor([1.0, 2.0, 3.0])])
+    before = total.total.clone()
+    total.add([torch.tensor([0.5, value, 0.5])])
+    assert total.num_bad == 1
+    assert torch.equal(total.total, before)
+
+
+def test_the_limit_is_on_the_norm_of_the_whole_vector() -> None:
+    """A vector of which each element is within the limit, but the norm is not, is bad."""
+    total = FixedPointSum(100, exponent=43, norm_limit=NORM_LIMIT)
+    total.add([torch.full((100,), NORM_LIMIT / 5)])
+    assert total.num_bad == 1
+
+
+def test_a_sum_goes_on_after_a_bad_vector() -> None:
+    """What is added after a bad vector counts as if the bad one had never come."""
+    disturbed, quiet = (FixedPointSum(2, exponent=43, norm_limit=NORM_LIMIT) for _ in range(2))
+    disturbed.add([torch.tensor([math.nan, 1.0])])
+    for total in (disturbed, quiet):
+        total.add([torch.tensor([0.25, -3.0])])
+    assert torch.equal(disturbed.total, quiet.total)
+
+
+def test_a_cleared_sum_is_empty() -> None:
+    """After clear nothing is left of the values."""
+    total = FixedPointSum(2, exponent=43, norm_limit=NORM_LIMIT)
+    total.add([torch.tensor([1.0, 2.0])])
+    assert total.total.any()
+    total.clear()
+    assert not total.total.any()
+
+
+def test_a_cleared_sum_has_no_bad_vector() -> None:
+    """After clear nothing is left of the count."""
+    total = FixedPointSum(2, exponent=43, norm_limit=NORM_LIMIT)
+    total.add([torch.tensor([math.inf, 2.0])])
+    assert total.num_bad == 1
+    total.clear()
+    assert total.num_bad == 0

@@ -1,0 +1,210 @@
+"""Where a generation goes on from: every case of a start."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from places import Place
+from states import RUN_ID, Fault, FaultyStorage, small_state
+
+from elastic_mnist.errors import StoreError, UsageError
+from elastic_mnist.snapshots import record as run_record
+from elastic_mnist.snapshots.durable import DurableTier
+from elastic_mnist.snapshots.state import pack
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """A place where nothing is yet."""
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def at_step_5(tmp_path: Path) -> Place:
+    """A place with a run's record and its snapshot of step 5, in epoch 0."""
+    return Place.at_step_5(tmp_path)
+
+
+def test_an_empty_place_gives_a_fresh_start(place: Place) -> None:
+    """Nothing recorded, no snapshot: a new run, from nothing."""
+    start = place.decide()
+    assert (start.source, start.path, start.data, start.state()) == ("fresh", None, None, None)
+    assert (start.record.generation, start.num_lost_steps, start.finished) == (0, 0, None)
+
+
+def test_a_fresh_start_claims_its_place(place: Place) -> None:
+    """The record is written before the first step."""
+    assert place.decide().record == place.record()
+
+
+def test_two_runs_have_different_names(tmp_path: Path) -> None:
+    """Two fresh starts at two places are two runs."""
+    assert Place(tmp_path / "a").decide().record.run_id != Place(tmp_path / "b").decide().record.run_id
+
+
+def test_a_fresh_start_fixes_the_global_batch_size(place: Place) -> None:
+    """Samples per process times the world size of that moment."""
+    assert place.decide(world_size=3).record.contract["global_batch_size"] == 24
+
+
+def test_a_global_batch_size_that_is_asked_for_is_taken(place: Place) -> None:
+    """It does not depend on the world size."""
+    assert place.decide(world_size=3, global_batch_size=20).record.contract["global_batch_size"] == 20
+
+
+@pytest.mark.parametrize(("device_type", "size"), [("cpu", 64), ("cuda", 512)])
+def test_a_fresh_start_fixes_the_micro_batch_size(device_type: str, size: int, place: Place) -> None:
+    """The default of the device of that moment, also for a later life on another one."""
+    assert place.decide(device_type=device_type).record.contract["micro_batch_size"] == size
+    assert place.decide(device_type="cpu").record.contract["micro_batch_size"] == size
+
+
+def test_a_run_killed_before_its_first_snapshot_goes_on_as_the_same_run(place: Place) -> None:
+    """Its name is kept, and its generation counted."""
+    first, second = place.decide(), place.decide()
+    assert (second.source, second.data) == ("fresh", None)
+    assert second.record == replace(first.record, generation=1)
+    assert place.record() == second.record
+
+
+def test_a_run_killed_before_its_first_snapshot_keeps_its_global_batch_size(place: Place) -> None:
+    """The world of the first start decides, not that of the second."""
+    place.decide(world_size=3)
+    assert place.decide(world_size=2).record.contract["global_batch_size"] == 24
+
+
+def test_other_settings_before_the_first_snapshot_begin_another_run(place: Place) -> None:
+    """While nothing was made, nothing is lost: a new name, generation 0 and the new contract."""
+    first, second = place.decide(), place.decide(seed=1)
+    assert second.record.run_id != first.record.run_id
+    assert (second.record.generation, second.record.contract["seed"]) == (0, 1)
+
+
+def test_the_newest_snapshot_is_gone_on_from(at_step_5: Place) -> None:
+    """Source, path and bytes are those of the snapshot."""
+    run_id = at_step_5.record().run_id
+    at_step_5.commit(7, run_id=run_id)
+    start = at_step_5.decide()
+    assert (start.source, start.path) == ("storage", f"{at_step_5.directory}/step-00000007.pt")
+    assert start.data == pack(small_state(7, run_id=run_id))
+
+
+def test_a_resumed_run_is_the_same_run(at_step_5: Place) -> None:
+    """Name, start and contract are kept, and the generation is counted and written down."""
+    before = at_step_5.record()
+    start = at_step_5.decide(world_size=4)
+    assert start.record == at_step_5.record() == replace(before, generation=1)
+
+
+def test_generations_are_counted_on(at_step_5: Place) -> None:
+    """Three more starts are generations 1, 2 and 3."""
+    assert [at_step_5.decide().record.generation for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_finished_run_has_nothing_left_to_do(epochs: int, place: Place) -> None:
+    """At or beyond the epochs asked for, the final manifest is what there is, and no state."""
+    place.commit(26)
+    start = place.decide(epochs=epochs)
+    assert start.finished == DurableTier(place.storage).manifests()[0]
+    assert (start.data, start.finished.epoch) == (None, 2)
+
+
+def test_a_finished_run_is_left_as_it_is(place: Place) -> None:
+    """No byte and no time of change differs, of a file or of the directory."""
+    run_id = place.decide(epochs=2).record.run_id
+    place.commit(26, run_id=run_id)
+    before = place.files()
+    assert place.decide(epochs=2).finished is not None
+    assert place.files() == before
+
+
+def test_more_epochs_are_harmless(place: Place) -> None:
+    """A finished run that is asked for more goes on from its last snapshot."""
+    place.commit(26)
+    start = place.decide(epochs=3)
+    assert (start.finished, start.source) == (None, "storage")
+    assert start.record.run_id == RUN_ID
+
+
+def test_a_lost_record_is_made_anew_from_the_snapshot(at_step_5: Place) -> None:
+    """Without run.json the run keeps its name and contract, and counts on from the snapshot's generation."""
+    before = at_step_5.record()
+    at_step_5.storage.delete("run.json")
+    start = at_step_5.decide(world_size=3)
+    assert (start.record.run_id, start.record.contract) == (before.run_id, before.contract)
+    assert start.record.generation == 1
+
+
+def test_a_lost_record_does_not_let_other_settings_in(at_step_5: Place) -> None:
+    """The snapshot itself holds the contract."""
+    at_step_5.storage.delete("run.json")
+    with pytest.raises(UsageError, match="seed was 0 and is now 1"):
+        at_step_5.decide(seed=1)
+
+
+def test_anothers_record_is_not_believed(at_step_5: Place, tmp_path: Path) -> None:
+    """Beside a run.json of another run the snapshot's own run goes on."""
+    run_id = at_step_5.record().run_id
+    run_record.write(at_step_5.storage, Place(tmp_path / "other").decide(seed=9).record)
+    start = at_step_5.decide()
+    assert (start.source, start.record.run_id, start.record.contract["seed"]) == ("storage", run_id, 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b"\xff\xfe", b'{"run_id": "x"}'])
+def test_a_damaged_record_is_told_with_the_way_out(content: bytes, at_step_5: Place) -> None:
+    """One line names the file; moved away, it is made anew and the run goes on."""
+    at_step_5.storage.put("run.json", content)
+    with pytest.raises(StoreError, match=f"^{at_step_5.directory}/run.json: damaged [^\n]+; move it away"):
+        at_step_5.decide()
+    (at_step_5.directory / "run.json").unlink()
+    assert at_step_5.decide().source == "storage"
+
+
+def test_where_all_snapshots_are_damaged_the_run_begins_again_as_itself(at_step_5: Place) -> None:
+    """The same run, one generation on, from nothing and under its contract; also the next time."""
+    before = at_step_5.record()
+    (at_step_5.directory / "step-00000005.pt").write_bytes(b"")
+    for generation in (1, 2):
+        start = at_step_5.decide(world_size=2)
+        assert (start.source, start.data) == ("fresh", None)
+        assert start.record == replace(before, generation=generation)
+
+
+def test_where_all_snapshots_are_damaged_other_settings_are_refused(at_step_5: Place) -> None:
+    """What is left of another job's snapshots is still that job's."""
+    (at_step_5.directory / "step-00000005.pt").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="seed was 0 and is now 1"):
+            at_step_5.decide(seed=1)
+
+
+@pytest.mark.parametrize("operation", ["create", "put"])
+def test_a_place_that_cannot_be_written_is_told_before_the_first_step(operation: str, at_step_5: Place) -> None:
+    """Where the run cannot be claimed there is no start."""
+    fault = Fault(at=0, of=(operation,), raises=StoreError("--snapshot_path: read-only"))
+    with pytest.raises(StoreError, match="read-only"):
+        at_step_5.decide(storage=FaultyStorage(at_step_5.storage, fault))
+    assert fault.num_fired == 1
+
+
+@pytest.mark.parametrize("operation", ["names", "get"])
+def test_a_place_that_cannot_be_read_is_never_a_fresh_start(operation: str, at_step_5: Place) -> None:
+    """An error of access anywhere ends the start, and writes nothing."""
+    none = Fault(at=-1, of=(operation,), raises=StoreError("403"))
+    at_step_5.decide(storage=FaultyStorage(at_step_5.storage, none))
+    assert len(none.seen) > 0
+    before = at_step_5.files()
+    for at in range(len(none.seen)):
+        fault = Fault(at=at, of=(operation,), raises=StoreError("403"))
+        with pytest.raises(StoreError, match="403"):
+            at_step_5.decide(storage=FaultyStorage(at_step_5.storage, fault))
+        assert fault.num_fired == 1
+    assert at_step_5.files() == before
+
+
+def test_a_file_in_the_way_of_the_snapshots_is_a_store_error(place: Place) -> None:
+    """A regular file where the directory should be is told with the option's name."""
+    place.directory.write_bytes(b"")
+    with pytest.raises(StoreError, match=f"^--snapshot_path {place.directory}: "):
+        place.decide()
