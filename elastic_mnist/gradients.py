@@ -18,7 +18,7 @@ The scale, a power of two
     comparison too. So overflow cannot happen, and what is not finite is found before it is added.
 
 The error
-    Multiplying by a power of two is exact. Conversion to int64 truncates: less than one unit, 2^-exponent,
+    Scaling by a power of two is exact. Conversion to int64 truncates: less than one unit, 2^-exponent,
     for each micro-batch, so the step's mean gradient over n samples is off by less than
 
         M * 2^-exponent / n
@@ -46,6 +46,7 @@ from elastic_mnist.sampler import MicroBatch, Step
 
 MEAN_NORM_LIMIT_BITS: Final = 10
 _ROOM_BITS: Final = 62
+_BLOCK_VALUES: Final = 2**16  # 1.3 MB of fp32, int64 and their sum: within a core's own cache
 _LOSS_EXPONENT: Final = 24  # of the losses' own fixed point: 6e-8 of a nat for each micro-batch
 
 # Integers that travel behind the gradient in the same all-reduce.
@@ -107,23 +108,22 @@ def micro_batch_seed(seed: int, epoch: int, step_index: int, micro_batch: int) -
 
 
 class FixedPointSum:
-    """Adds fp32 vectors up in int64.
+    """Adds scaled fp32 vectors up in int64; what lies behind the binary point is cut off.
+
+    The work is bound by memory, not by arithmetic: a vector is taken in blocks that stay in the cache between being
+    converted and being added, and nothing of its length is allocated.
 
     Args:
-        num_values: length of the vectors.
-        exponent: values are scaled by 2^exponent.
+        total: (num_values,) int64, where the sum is kept; zeroed here.
         norm_limit: vectors whose 2-norm is not below this are counted in `num_bad` and not added.
     """
 
-    def __init__(
-        self, num_values: int, *, exponent: int, norm_limit: float, device: torch.device | str = "cpu"
-    ) -> None:
-        self.vector = torch.zeros(num_values, dtype=torch.float32, device=device)
-        self.total = torch.zeros(num_values, dtype=torch.int64, device=device)
+    def __init__(self, total: Tensor, *, norm_limit: float) -> None:
+        self.total = total.zero_()
         self.num_bad = 0
-        self._integers = torch.zeros_like(self.total)
-        self._scale = 2.0**exponent
         self._norm_limit = norm_limit
+        block_values = min(len(total), _BLOCK_VALUES) if total.device.type == "cpu" else len(total)
+        self._integers = torch.empty(block_values, dtype=torch.int64, device=total.device)
 
     def clear(self) -> None:
         """Begin a new sum."""
@@ -132,13 +132,17 @@ class FixedPointSum:
 
     def add(self, pieces: Sequence[Tensor]) -> None:
         """Add the vector that the flattened `pieces` form, if it is finite and within the limit."""
-        torch.cat([piece.reshape(-1) for piece in pieces], out=self.vector)
-        # In fp64 beyond the dot itself: a square of the norm that overflows fp32 is an infinity, and fails.
-        if not math.sqrt(float(torch.dot(self.vector, self.vector))) < self._norm_limit:
+        vectors = [piece.reshape(-1) for piece in pieces]
+        # A square that overflows fp32 is an infinity, and fails; so does a NaN.
+        if not math.sqrt(sum(torch.dot(vector, vector).item() for vector in vectors)) < self._norm_limit:
             self.num_bad += 1
             return
-        self._integers.copy_(self.vector.mul_(self._scale))
-        self.total.add_(self._integers)
+        block_values = len(self._integers)
+        for vector, total in zip(vectors, self.total.split([len(vector) for vector in vectors]), strict=True):
+            for values, sums in zip(vector.split(block_values), total.split(block_values), strict=True):
+                integers = self._integers[: len(values)]
+                integers.copy_(values)
+                sums.add_(integers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,13 +202,22 @@ class ExactGradient:
         num_values = sum(parameter.numel() for parameter in self._parameters)
         num_micro_batches = -(-global_batch_size // micro_batch_size)
         self._exponent = choose_exponent(micro_batch_size, num_micro_batches)
-        norm_limit = micro_batch_size * 2.0**MEAN_NORM_LIMIT_BITS
-        self._sums = [
-            FixedPointSum(num_values, exponent=self._exponent, norm_limit=norm_limit, device=problem.device)
-            for _ in range(lanes.num_lanes)
-        ]
-        self._losses = [0] * lanes.num_lanes
+        # What is sent: the sum of the gradients, and behind it the integers that travel along.
         self._message = torch.zeros(num_values + _NUM_EXTRAS, dtype=torch.int64, device=problem.device)
+        self._values, self._extras = self._message[:num_values], self._message[num_values:]
+        self._sums = [
+            FixedPointSum(
+                # The first lane adds where the message is read.
+                self._values if lane == 0 else torch.empty_like(self._values),
+                norm_limit=micro_batch_size * 2.0 ** (MEAN_NORM_LIMIT_BITS + self._exponent),
+            )
+            for lane in range(lanes.num_lanes)
+        ]
+        # The backward pass begins with the scale, and each of its products is scaled by a power of two: the
+        # gradients come out in fixed-point units, with the bits that they would have had.
+        self._scale = torch.tensor(2.0**self._exponent, device=problem.device)
+        self._losses = [0] * lanes.num_lanes
+        self._wide = torch.empty(num_values, dtype=torch.float64, device=problem.device)
         self._gradient = torch.zeros(num_values, dtype=torch.float32, device=problem.device)
         self._share_gradient()
 
@@ -222,22 +235,21 @@ class ExactGradient:
 
         def compute(lane: int, micro_batch: MicroBatch) -> None:
             loss = self._problem.loss(micro_batch, epoch=step.epoch, step_index=step_index)
-            self._sums[lane].add(torch.autograd.grad(loss, self._parameters))
+            self._sums[lane].add(torch.autograd.grad(loss, self._parameters, self._scale))
             value = loss.item()
             self._losses[lane] += round(value * 2**_LOSS_EXPONENT) if math.isfinite(value) else 0
 
         self._lanes.run(compute, step.micro_batches)
-        values, extras = self._message[:-_NUM_EXTRAS], self._message[-_NUM_EXTRAS:]
-        values.copy_(self._sums[0].total)
         for other in self._sums[1:]:
-            values.add_(other.total)
+            self._values.add_(other.total)
         num_bad = sum(total.num_bad for total in self._sums)
-        extras.copy_(torch.tensor([sum(self._losses), num_bad, int(stop)]))
+        self._extras.copy_(torch.tensor([sum(self._losses), num_bad, int(stop)]))
         self._all_reduce(self._message)
         # int64 to fp64 rounds at 2^53, the division once more, the copy to fp32 last: three fixed functions
         # of one integer, the same on every rank.
-        self._gradient.copy_(values.double().mul_(2.0**-self._exponent / step.num_samples))
-        loss_sum, num_bad, num_stops = extras.tolist()
+        self._wide.copy_(self._values)
+        self._gradient.copy_(self._wide.mul_(2.0**-self._exponent / step.num_samples))
+        loss_sum, num_bad, num_stops = self._extras.tolist()
         return StepResult(loss_sum=loss_sum / 2**_LOSS_EXPONENT, num_bad=num_bad, num_stops=num_stops)
 
 

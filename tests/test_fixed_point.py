@@ -1,6 +1,7 @@
 """The fixed-point sum: no order, no overflow, nothing that is not finite, and an error below its bound."""
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -37,9 +38,21 @@ def flat(pieces: list[Tensor]) -> Tensor:
     return torch.cat([piece.flatten() for piece in pieces])
 
 
-def sum_of(items: list[list[Tensor]], exponent: int) -> FixedPointSum:
+class Sum(FixedPointSum):
+    """Takes vectors as they are, and scales them as the backward pass does."""
+
+    def __init__(self, num_values: int, *, exponent: int, norm_limit: float) -> None:
+        super().__init__(torch.zeros(num_values, dtype=torch.int64), norm_limit=norm_limit * 2.0**exponent)
+        self._factor = 2.0**exponent
+
+    def add(self, pieces: Sequence[Tensor]) -> None:
+        """Add the vector that the flattened pieces form."""
+        super().add([piece * self._factor for piece in pieces])
+
+
+def sum_of(items: list[list[Tensor]], exponent: int) -> Sum:
     """Add up vectors in the order given."""
-    total = FixedPointSum(flat(items[0]).numel(), exponent=exponent, norm_limit=NORM_LIMIT)
+    total = Sum(flat(items[0]).numel(), exponent=exponent, norm_limit=NORM_LIMIT)
     for pieces in items:
         total.add(pieces)
     assert total.num_bad == 0
@@ -83,7 +96,7 @@ def test_the_order_of_the_vectors_changes_no_bit(items: list[list[Tensor]], data
 def test_a_split_over_several_sums_changes_no_bit(items: list[list[Tensor]], data: st.DataObject) -> None:
     """Vectors dealt out to three sums in any way, and these added up, give the same integers."""
     exponent = choose_exponent(MICRO_BATCH, len(items))
-    parts = [FixedPointSum(flat(items[0]).numel(), exponent=exponent, norm_limit=NORM_LIMIT) for _ in range(3)]
+    parts = [Sum(flat(items[0]).numel(), exponent=exponent, norm_limit=NORM_LIMIT) for _ in range(3)]
     for pieces in items:
         parts[data.draw(st.integers(0, 2))].add(pieces)
     assert torch.equal(parts[2].total + parts[0].total + parts[1].total, sum_of(items, exponent).total)
@@ -118,7 +131,7 @@ def test_vectors_at_the_limit_do_not_overflow(micro_batch: int, num_micro_batche
     exponent = choose_exponent(micro_batch, num_micro_batches)
     limit = micro_batch * 2.0**MEAN_NORM_LIMIT_BITS
     value = sign * torch.nextafter(torch.tensor(limit), torch.tensor(0.0))
-    total = FixedPointSum(1, exponent=exponent, norm_limit=limit)
+    total = Sum(1, exponent=exponent, norm_limit=limit)
     for _ in range(num_micro_batches):
         total.add([value])
     assert total.num_bad == 0
@@ -132,7 +145,7 @@ def test_vectors_at_the_limit_do_not_overflow(micro_batch: int, num_micro_batche
 )
 def test_a_vector_that_is_not_fit_is_counted_and_not_added(value: float) -> None:
     """NaN, infinity and a norm at or beyond the limit count as one bad vector, and leave the sum as it was."""
-    total = FixedPointSum(3, exponent=43, norm_limit=NORM_LIMIT)
+    total = Sum(3, exponent=43, norm_limit=NORM_LIMIT)
     total.add([torch.tensor([1.0, 2.0, 3.0])])
     before = total.total.clone()
     total.add([torch.tensor([0.5, value, 0.5])])
@@ -142,14 +155,14 @@ def test_a_vector_that_is_not_fit_is_counted_and_not_added(value: float) -> None
 
 def test_the_limit_is_on_the_norm_of_the_whole_vector() -> None:
     """A vector of which each element is within the limit, but the norm is not, is bad."""
-    total = FixedPointSum(100, exponent=43, norm_limit=NORM_LIMIT)
+    total = Sum(100, exponent=43, norm_limit=NORM_LIMIT)
     total.add([torch.full((100,), NORM_LIMIT / 5)])
     assert total.num_bad == 1
 
 
 def test_a_sum_goes_on_after_a_bad_vector() -> None:
     """What is added after a bad vector counts as if the bad one had never come."""
-    disturbed, quiet = (FixedPointSum(2, exponent=43, norm_limit=NORM_LIMIT) for _ in range(2))
+    disturbed, quiet = (Sum(2, exponent=43, norm_limit=NORM_LIMIT) for _ in range(2))
     disturbed.add([torch.tensor([math.nan, 1.0])])
     for total in (disturbed, quiet):
         total.add([torch.tensor([0.25, -3.0])])
@@ -158,7 +171,7 @@ def test_a_sum_goes_on_after_a_bad_vector() -> None:
 
 def test_a_cleared_sum_is_empty() -> None:
     """After clear nothing is left of the values."""
-    total = FixedPointSum(2, exponent=43, norm_limit=NORM_LIMIT)
+    total = Sum(2, exponent=43, norm_limit=NORM_LIMIT)
     total.add([torch.tensor([1.0, 2.0])])
     assert total.total.any()
     total.clear()
@@ -167,7 +180,7 @@ def test_a_cleared_sum_is_empty() -> None:
 
 def test_a_cleared_sum_has_no_bad_vector() -> None:
     """After clear nothing is left of the count."""
-    total = FixedPointSum(2, exponent=43, norm_limit=NORM_LIMIT)
+    total = Sum(2, exponent=43, norm_limit=NORM_LIMIT)
     total.add([torch.tensor([math.inf, 2.0])])
     assert total.num_bad == 1
     total.clear()
