@@ -162,6 +162,8 @@ class ElasticRendezvous(RendezvousHandler):
         if info.rank == 0:
             info.store.set(key, uuid.uuid4().hex)
         os.environ[launch.GENERATION_KEY] = info.store.get(key).decode()
+        if info.rank > 0:  # or this terminal would stay silent, and look like a job of its own
+            _say(f"joined as node {info.rank + 1} of {info.world_size}; the first node tells of the training")
         return info
 
     def _end_if_refused(self) -> None:

@@ -1,7 +1,6 @@
-#!/usr/bin/env python
 """What exactness costs: `exact` against a plain fp32 sum of the same micro-batches, in one interleaved run.
 
-    scripts/bench_exact [--steps 30] [--world_sizes 1 2]
+    scripts/bench exact [--steps 30] [--world_sizes 1 2]
 
 Both variants compute the same micro-batches on the same lanes and make the same optimizer step. `plain` adds the
 gradients up in fp32 and all-reduces that; `exact` checks, converts, adds and all-reduces int64. They alternate step
@@ -10,33 +9,30 @@ the median over neighbouring pairs.
 """
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_mnist import gradients, model
-from elastic_mnist.gradients import ExactGradient, Problem, StepResult
+from elastic_mnist import model
+from elastic_mnist.gradients import ExactGradient, FixedPointSum, Problem, StepResult
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.sampler import MicroBatch, Step, StepSampler
 
 
-class PlainSum:
-    """Stands in for `FixedPointSum`: the vectors are added up as they are."""
+class PlainSum(FixedPointSum):
+    """The vectors are added up in fp32, as they are."""
 
-    def __init__(self, total: Tensor, **_: object) -> None:
-        self.total = total.zero_()
-        self.num_bad = 0
-
-    def clear(self) -> None:
-        """Begin a new sum."""
-        self.total.zero_()
+    def __init__(self, total: Tensor) -> None:
+        super().__init__(total, norm_limit=math.inf)
 
     def add(self, pieces: Sequence[Tensor]) -> None:
         """Add the vector that the flattened pieces form."""
@@ -49,7 +45,7 @@ class PlainSum:
 class PlainGradient(ExactGradient):
     """The same micro-batches, lanes and message, in fp32."""
 
-    def __init__(self, *arguments: object, **keywords: object) -> None:
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:  # noqa: ANN401 - as `ExactGradient` takes them
         super().__init__(*arguments, **keywords)
         self._message = self._message.float()
         self._values = self._message[: len(self._values)]
@@ -130,8 +126,8 @@ def report(times: dict[str, list[float]], reduces: dict[str, list[float]], world
     """Print medians and the ratio."""
     ratios = [exact / plain for exact, plain in zip(times["exact"], times["plain"], strict=True)]
     print(f"world size {world_size}, {num_lanes} lanes, {len(ratios)} pairs of steps of {512 * world_size} samples")
-    for name in times:
-        step, reduce = statistics.median(times[name]), statistics.median(reduces[name])
+    for name, steps in times.items():
+        step, reduce = statistics.median(steps), statistics.median(reduces[name])
         print(f"  {name:6} step {step:8.1f} ms   of it waiting in the all-reduce {reduce:7.1f} ms")
     quarter = statistics.quantiles(ratios, n=4)
     print(f"  exact / plain: median {quarter[1]:.4f}, quartiles {quarter[0]:.4f} to {quarter[2]:.4f}")
@@ -142,7 +138,7 @@ def conversion_ms() -> float:
     """Return the median time that fixed point adds to a micro-batch's sum."""
     pieces = [parameter.detach() * 0.01 for parameter in model.build(0).parameters()]
     num_values = sum(piece.numel() for piece in pieces)
-    exact = gradients.FixedPointSum(torch.zeros(num_values, dtype=torch.int64), norm_limit=2.0**62)
+    exact = FixedPointSum(torch.zeros(num_values, dtype=torch.int64), norm_limit=2.0**62)
     plain = PlainSum(torch.zeros(num_values))
     extra = []
     for _ in range(50):
