@@ -26,7 +26,7 @@ def main(arguments: "Sequence[str] | None" = None) -> None:
         print(f"elastic_mnist: error: {error}", file=sys.stderr)  # noqa: T201 - there is no event log yet
         raise SystemExit(EXIT_USAGE) from None
     if place.endpoint is not None:
-        die_with_parent()
+        die_with_parent(place.agent_pid)
     try:
         _train(settings, place)
     except KeyboardInterrupt:
@@ -52,11 +52,11 @@ def _train(settings: Settings, place: Place) -> None:
         events.log.warning("peer.lost", reason=str(error))
         _end(EXIT_FAILURE)
     except TrainingError as error:
-        events.log.error("run.failed", reason=str(error), rank=place.rank)
+        events.log.error("run.failed", reason=str(error), step=events.at_step())
         _leave_error_file(error)
         _end(EXIT_FAILURE)
     except Exception as error:  # noqa: BLE001 - the last resort: told, and never swallowed
-        events.log.exception("run.failed", reason=f"{type(error).__name__}: {error}", rank=place.rank)
+        events.log.exception("run.failed", reason=f"{type(error).__name__}: {error}", step=events.at_step())
         _leave_error_file(error)
         _end(EXIT_FAILURE)
 

@@ -1,9 +1,11 @@
 """What a result's bits may hang on beside the settings: the programs and the processor.
 
-It is in every snapshot. Where it changes, the job goes on, and says once that the bits may differ.
+It is in every snapshot, and as fixed as it can be. Where it changes, the job goes on, and says once that the bits
+may differ.
 """
 
 import contextlib
+import os
 import platform
 from pathlib import Path
 
@@ -20,6 +22,16 @@ def of(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
     }
+
+
+def use_deterministic_kernels(device: torch.device) -> None:
+    """Have torch choose kernels that give the same bits each time. Call it before the device is first used."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(mode=True)
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def _processor() -> str:

@@ -4,7 +4,6 @@ The unit is a chunk of the test set, of a fixed size. Ranks take runs of chunks,
 chunk's loss is turned into fixed point before it is added, so that no order of additions matters.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,13 +12,13 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 
 from elastic_mnist.errors import TrainingError
+from elastic_mnist.fixed_point import loss_from_fixed, loss_to_fixed
 from elastic_mnist.gradients import AllReduce, autocast
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.model import ConvNet, normalise
 from elastic_mnist.sampler import share
 
 _CHUNK_SAMPLES: Final = 64
-_LOSS_EXPONENT: Final = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,8 @@ def evaluate(
         rank: this rank.
         world_size: number of ranks.
     """
-    sums = [[0, 0, 0] for _ in range(lanes.num_lanes)]  # loss in fixed point, right answers, samples
+    # Loss in fixed point, right answers, samples, chunks whose loss has no place in fixed point.
+    sums = [[0, 0, 0, 0] for _ in range(lanes.num_lanes)]
     chunks = range(0, len(labels), _CHUNK_SAMPLES)
 
     def compute(lane: int, start: int) -> None:
@@ -66,16 +66,20 @@ def evaluate(
             with autocast(device, precision):
                 outputs = model(inputs)
             loss = nll_loss(outputs.float(), wanted, reduction="sum").item()
-            if not math.isfinite(loss):
-                raise TrainingError(f"the test loss is {loss}: the weights are not finite")
-            sums[lane][0] += round(loss * 2**_LOSS_EXPONENT)
+            fixed = loss_to_fixed(loss)
+            if fixed is None:  # the weights are the same at all ranks, but not this chunk: told after the sum
+                sums[lane][3] += 1
+                return
+            sums[lane][0] += fixed
             sums[lane][1] += int((outputs.argmax(dim=1) == wanted).sum())
             sums[lane][2] += len(wanted)
 
     lanes.run(compute, [chunks[index] for index in share(len(chunks), rank, world_size)])
     total = torch.tensor(sums, dtype=torch.int64).sum(dim=0).to(device)
     all_reduce(total)
-    loss, num_right, num_samples = total.tolist()
+    loss, num_right, num_samples, num_bad = total.tolist()
+    if num_bad:
+        raise TrainingError(f"the test loss of {num_bad} chunks is not finite or too large; a smaller --lr may help")
     return Evaluation(
-        loss=loss / 2**_LOSS_EXPONENT / num_samples, accuracy=num_right / num_samples, num_samples=num_samples
+        loss=loss_from_fixed(loss) / num_samples, accuracy=num_right / num_samples, num_samples=num_samples
     )

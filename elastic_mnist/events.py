@@ -27,6 +27,7 @@ class _Identity:
 
     def __init__(self) -> None:
         self.keys: dict[str, Any] = dict.fromkeys(_HEAD[3:])
+        self.step: int | None = None
 
     def __call__(self, _logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         return {**self.keys, **event}
@@ -156,6 +157,13 @@ def configure(path: Path | None, *, rank: int, world_size: int, log_format: str)
     package.handlers = [_Bridge()]
     package.setLevel(level)
     package.propagate = False
+
+
+def at_step(step: int | None = None) -> int | None:
+    """Note the step this process is at, if one is given; return the last one noted, for `run.failed`."""
+    if step is not None:
+        _identity.step = step
+    return _identity.step
 
 
 def identify(**keys: Any) -> None:  # noqa: ANN401 - the values of a JSON object

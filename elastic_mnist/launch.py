@@ -20,6 +20,12 @@ GENERATION_KEY: Final = "ELASTIC_MNIST_GENERATION_KEY"
 AGENT_ID: Final = "ELASTIC_MNIST_AGENT_ID"
 """The agent that started this worker."""
 
+AGENT_PID: Final = "ELASTIC_MNIST_AGENT_PID"
+"""Its process id, on this host."""
+
+SENIORITY: Final = "ELASTIC_MNIST_SENIORITY"
+"""Number of generations that the agent was part of before this one."""
+
 
 def refusal_key(agent_id: str) -> str:
     """Return the store key under which a worker tells its agent why starting it again is of no use."""
@@ -35,6 +41,8 @@ class Place:
         is_hosted: whether an agent serves that store; else rank 0 does.
         generation_key: names this generation, where the agent says so.
         agent_id: the agent that started this process, where it says so.
+        agent_pid: its process id, where it says so.
+        seniority: number of generations that the agent was part of before this one.
     """
 
     rank: int = 0
@@ -45,6 +53,8 @@ class Place:
     is_hosted: bool = False
     generation_key: str | None = None
     agent_id: str | None = None
+    agent_pid: int | None = None
+    seniority: int = 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place":
@@ -65,6 +75,8 @@ class Place:
                 is_hosted=shared is not None or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 generation_key=environment.get(GENERATION_KEY),
                 agent_id=environment.get(AGENT_ID),
+                agent_pid=int(environment[AGENT_PID]) if AGENT_PID in environment else None,
+                seniority=int(environment.get(SENIORITY, "0")),
             )
         except (KeyError, ValueError) as error:
             raise UsageError(

@@ -18,12 +18,17 @@ _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _POLL_SECONDS: Final = 0.5
 
 
-def die_with_parent() -> None:
+def die_with_parent(agent_pid: int | None = None) -> None:
     """Have this process killed when its parent dies, however that comes about.
 
     On Linux the kernel does it; elsewhere a thread asks twice a second.
+
+    Args:
+        agent_pid: the agent's process id, if known; where it is gone already, this process ends here.
     """
     parent = os.getppid()
+    if agent_pid is not None and parent != agent_pid and not _exists(agent_pid):
+        os.kill(os.getpid(), signal.SIGKILL)  # orphaned before it got here
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0:
@@ -31,6 +36,16 @@ def die_with_parent() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return
     threading.Thread(target=_poll, args=(parent,), name="lifeline", daemon=True).start()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's process has the number now, or a wrapper changed the user
+        return True
+    return True
 
 
 def _poll(parent: int) -> None:

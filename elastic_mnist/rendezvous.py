@@ -22,6 +22,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
@@ -46,8 +47,8 @@ MODULE: Final = "elastic_mnist"
 # Five attempts, because a busy machine may well hold up one heartbeat.
 _DEFAULTS: Final = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 1}
 
-_ANSWER_SECONDS: Final = 8.0
-"""A store answers within milliseconds; what listens and is silent for so long is another program."""
+_ANSWER_SECONDS: Final = 4.0
+"""A store answers within milliseconds; what listens and is silent for twice as long is another program."""
 
 _FIRST_NODE_SECONDS: Final = 60.0
 """A second node may be started this long before the first one listens."""
@@ -78,9 +79,9 @@ def _choose(stock: Creator) -> Creator:
         arguments = _launch()
         if arguments is None:
             return stock(parameters)
-        _check_before_start(arguments)
         if parameters.backend == "static" and parameters.min_nodes == parameters.max_nodes:
-            return stock(parameters)
+            _check_before_start(arguments)
+            return StaticRendezvous(stock(parameters), parameters.backend)
         return _create(parameters)
 
     return create
@@ -115,7 +116,10 @@ def _check_before_start(arguments: Namespace) -> None:
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Build the elastic rendezvous that `parameters` describe."""
+    """Build the elastic rendezvous that `parameters` describe, for this package's module or for another's."""
+    arguments = _launch()
+    if arguments is not None:
+        _check_before_start(arguments)
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler  # noqa: PLC0415
 
@@ -134,43 +138,34 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     return ElasticRendezvous(create_handler(store, backend, parameters), parameters.backend, store, endpoint)
 
 
-class ElasticRendezvous(RendezvousHandler):
-    """A rendezvous that tells the workers of each round which store and which namespace are theirs.
+class StaticRendezvous(RendezvousHandler):
+    """A rendezvous that ends its agent where a worker has said that starting it again is of no use.
 
     Args:
         inner: does the work.
         backend: the name torchrun knows this by.
-        store: the rendezvous' store.
-        endpoint: HOST:PORT of the store, None where it is a file.
     """
 
-    def __init__(self, inner: RendezvousHandler, backend: str, store: Store, endpoint: str | None) -> None:
+    def __init__(self, inner: RendezvousHandler, backend: str) -> None:
         self._inner = inner
         self._backend = backend
-        self._store = store
+        self._store: Store | None = None
         self._agent_id = uuid.uuid4().hex
         os.environ[launch.AGENT_ID] = self._agent_id
-        if endpoint is not None:
-            os.environ[launch.STORE_ENDPOINT] = endpoint
+        os.environ[launch.AGENT_PID] = str(os.getpid())
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round, and name it for the workers that the agent starts then."""
+        """Join the next round."""
         self._end_if_refused()
         info = self._inner.next_rendezvous()
-        # The round's store is a namespace of the agents alone; its first member names the workers'.
-        key = "elastic_mnist/generation_key"
-        if info.rank == 0:
-            info.store.set(key, uuid.uuid4().hex)
-        os.environ[launch.GENERATION_KEY] = info.store.get(key).decode()
-        if info.rank > 0:  # or this terminal would stay silent, and look like a job of its own
-            _say(f"joined as node {info.rank + 1} of {info.world_size}; the first node tells of the training")
+        if self._store is None:  # the workers write to it without the agents' prefix
+            self._store = getattr(info.store, "underlying_store", None)
         return info
 
     def _end_if_refused(self) -> None:
         """End the agent where one of its workers has said that starting it again is of no use."""
-        key = launch.refusal_key(self._agent_id)
         with contextlib.suppress(RuntimeError):  # a store that is gone refuses nothing
-            if self._store.check([key]):
+            if self._store is not None and self._store.check([launch.refusal_key(self._agent_id)]):
                 raise SystemExit(EXIT_USAGE)
 
     def shutdown(self) -> bool:
@@ -207,30 +202,67 @@ class ElasticRendezvous(RendezvousHandler):
         return self._inner.get_run_id()
 
 
-def _meet(endpoint: str, connect: Callable[[], Value]) -> Value:
+class ElasticRendezvous(StaticRendezvous):
+    """A rendezvous that also tells the workers of each round which store and which namespace are theirs.
+
+    Args:
+        inner: does the work.
+        backend: the name torchrun knows this by.
+        store: the rendezvous' store.
+        endpoint: HOST:PORT of the store, None where it is a file.
+    """
+
+    def __init__(self, inner: RendezvousHandler, backend: str, store: Store, endpoint: str | None) -> None:
+        super().__init__(inner, backend)
+        self._store = store
+        self._num_rounds = 0
+        if endpoint is not None:
+            os.environ[launch.STORE_ENDPOINT] = endpoint
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round, and name it for the workers that the agent starts then."""
+        info = super().next_rendezvous()
+        os.environ[launch.SENIORITY] = str(self._num_rounds)
+        self._num_rounds += 1
+        # The round's store is a namespace of the agents alone; its first member names the workers'.
+        key = "elastic_mnist/generation_key"
+        if info.rank == 0:
+            info.store.set(key, uuid.uuid4().hex)
+        os.environ[launch.GENERATION_KEY] = info.store.get(key).decode()
+        if info.rank > 0:  # or this terminal would stay silent, and look like a job of its own
+            _say(f"joined as node {info.rank + 1} of {info.world_size}; the first node tells of the training")
+        return info
+
+
+def _meet(endpoint: str, connect: Callable[[], Value]) -> Value:  # noqa: RET503 - `_end` does not return
     """Return what `connect` returns; end the agent with the reason where it cannot.
 
     torch's client waits without end for the answer of a server that is no store, so it waits in a thread.
     """
-    answers: SimpleQueue[Value | None] = SimpleQueue()
+    answers: SimpleQueue[Value | Exception] = SimpleQueue()
 
     def ask() -> None:
         try:
             answers.put(connect())
-        except RendezvousConnectionError:
-            answers.put(None)
+        except Exception as error:  # noqa: BLE001 - carried to the main thread, whatever it is
+            answers.put(error)
 
     threading.Thread(target=ask, daemon=True).start()
-    answer = None
-    for seconds in (_ANSWER_SECONDS, _FIRST_NODE_SECONDS):
+    deadline = time.monotonic() + _FIRST_NODE_SECONDS
+    was_listening = False  # seen twice, because the first node may have begun a moment ago
+    while time.monotonic() < deadline:
         with contextlib.suppress(Empty):
-            answer = answers.get(timeout=seconds)
-            break
-        if _is_listening(endpoint):
+            answer = answers.get(timeout=_ANSWER_SECONDS)
+            if isinstance(answer, RendezvousConnectionError):
+                break
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        is_listening = _is_listening(endpoint)
+        if is_listening and was_listening:
             _end(f"{endpoint}: another program holds this port; choose another with --master_port or --rdzv_endpoint")
-    if answer is None:
-        _end(f"{endpoint}: nobody listens there; start the first node first, or correct --master_addr")
-    return answer
+        was_listening = is_listening
+    _end(f"{endpoint}: nobody listens there; start the first node first, or correct --master_addr")
 
 
 def _is_listening(endpoint: str) -> bool:

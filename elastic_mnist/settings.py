@@ -141,7 +141,11 @@ class Settings:
         choices=("exact", "allreduce"),
     )
     hang_timeout: float = _option(
-        60.0, "seconds without an answer from a peer before it counts as lost", group="compute", at_least=1
+        60.0,
+        "seconds without an answer from a peer before it counts as lost",
+        group="compute",
+        at_least=1,
+        at_most=86_400,
     )
 
     event_log: Path | None = _option(

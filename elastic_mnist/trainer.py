@@ -48,10 +48,11 @@ class Training:
         num_samples: of the training set.
         position: what is finished.
         progress: what there is to tell of it.
+        saved_step: number of steps in the newest durable snapshot; None before the first.
         gradient: fills `.grad` with a step's mean gradient, the same at all ranks.
         evaluate: evaluates the model on the test set; collective.
         save: takes a durable snapshot of the state as it stands; does nothing but at rank 0.
-        note_samples: notes which samples this rank used in a step, before the step counts.
+        note_samples: notes which samples this rank is about to use in a step.
         finished_step: is told after each step how many are finished.
     """
 
@@ -69,6 +70,7 @@ class Training:
     finished_step: Callable[[int], None]
     position: Position = field(default_factory=Position)
     progress: Progress = field(default_factory=Progress)
+    saved_step: int | None = None
 
 
 def train(training: Training) -> None:
@@ -83,20 +85,22 @@ def train(training: Training) -> None:
     while True:
         if training.progress.num_evaluated_epochs < training.position.epoch:
             finish_epoch(training, meter)
-            if is_due(training.position.epoch, settings.save_every) or training.position.epoch == settings.epochs:
-                training.save(training)
+            if is_due(training.position.epoch, settings.save_every) or is_step_due(training):
+                save(training)
         if training.position.epoch >= settings.epochs:
+            if training.saved_step != training.position.step:
+                save(training)
             return
         for step in remaining_steps(training):
             began = time.monotonic()
             set_learning_rate(training)
+            training.note_samples(step, training.position.step)
             result = training.gradient(step, step_index=training.position.step)
             if result.num_bad:
                 raise TrainingError(
                     f"step {training.position.step}: the gradient of {result.num_bad} micro-batches is not finite "
                     f"or too large; nothing of it was saved. A smaller --lr may help"
                 )
-            training.note_samples(step, training.position.step)
             training.optimizer.step()
             training.position = training.position.after(step, training.num_samples)
             training.progress.epoch_loss_sum += result.loss_sum
@@ -104,8 +108,8 @@ def train(training: Training) -> None:
             training.finished_step(training.position.step)
             meter.tell(training, step, result.loss_sum / step.num_samples)
             is_inside_epoch = training.position.samples_in_epoch > 0  # at its end, the evaluation comes first
-            if is_inside_epoch and is_due(training.position.step, settings.save_every_steps):
-                training.save(training)
+            if is_inside_epoch and is_step_due(training):
+                save(training)
 
 
 def remaining_steps(training: Training) -> StepSampler:
@@ -125,6 +129,17 @@ def remaining_steps(training: Training) -> StepSampler:
 def is_due(count: int, interval: int) -> bool:
     """Whether something that happens every `interval`, never for 0, is due at `count`."""
     return interval > 0 and count % interval == 0
+
+
+def is_step_due(training: Training) -> bool:
+    """Whether a snapshot is due after the step just finished."""
+    return is_due(training.position.step, training.settings.save_every_steps)
+
+
+def save(training: Training) -> None:
+    """Take a durable snapshot of what is finished."""
+    training.save(training)
+    training.saved_step = training.position.step
 
 
 def learning_rate(settings: Settings, step: int, num_steps: int) -> float:

@@ -4,7 +4,7 @@ Invariant: the ranks of one generation meet in a namespace of the store that no 
 Workers of torchrun share the agent's store over restarts, and what they read of a dead generation are
 addresses where nobody listens.
 
-Every collective goes through `World` and raises `PeerLost` when a rank is gone.
+Every collective goes through `World` or under its `guard`, and raises `PeerLost` when a rank is gone.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ class World:
     """
 
     def __init__(self, place: launch.Place, device: torch.device, *, timeout: float) -> None:
-        self.rank = place.rank
         self.size = place.world_size
         self.device = device
         self._timeout = timedelta(seconds=timeout)
-        with _peers("meeting"):
+        with guard("meeting"):
             store = _meet(place, self._timeout)
+            self.rank = _take_seat(store, place)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add `tensor` up over all ranks, in place."""
         if self.size > 1:
-            with _peers("all-reduce"):
+            with guard("all-reduce"):
                 dist.all_reduce(tensor)
 
     def broadcast(self, payload: bytes | None) -> bytes:
@@ -65,7 +65,7 @@ class World:
         if payload is not None:
             head = len(payload).to_bytes(8, "little") + hashlib.sha256(payload).digest()
             header = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        with _peers("broadcast"):
+        with guard("broadcast"):
             dist.broadcast(header, src=0)
             head = header.numpy().tobytes()
             size = int.from_bytes(head[:8], "little")
@@ -86,7 +86,7 @@ class World:
 
     def wrap(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
         """Wrap `model` in DDP, which gives all ranks rank 0's parameters."""
-        with _peers("broadcast of the initial weights"):
+        with guard("broadcast of the initial weights"):
             ids = [self.device] if self.device.type == "cuda" else None
             return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
@@ -172,9 +172,20 @@ def _agree_on_key(store: dist.Store, rank: int, world_size: int, timeout: timede
     raise PeerLost(f"meeting: not all of the {world_size} ranks came within {timeout.total_seconds():.0f} s")
 
 
+def _take_seat(store: dist.Store, place: launch.Place) -> int:
+    """Return this process's global rank: the longest-serving node's come first, else as the launcher numbered them.
+
+    The launcher numbers nodes by address and process id. A node that has just come could be the first of them, and
+    would decide, from what it alone can see, where a job goes on that others have been running.
+    """
+    store.set(f"seat/{place.rank}", str(place.seniority))
+    seniorities = [int(store.get(f"seat/{rank}")) for rank in range(place.world_size)]
+    return sorted(range(place.world_size), key=lambda rank: (-seniorities[rank], rank)).index(place.rank)
+
+
 @contextlib.contextmanager
-def _peers(what: str) -> Iterator[None]:
-    """Turn what torch raises when a rank is gone into `PeerLost`."""
+def guard(what: str) -> Iterator[None]:
+    """Turn what torch raises in a collective when a rank is gone into `PeerLost`."""
     try:
         yield
     except RuntimeError as error:  # also torch's DistError and its kin

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_mnist import model
-from elastic_mnist.gradients import ExactGradient, FixedPointSum, Problem, StepResult
+from elastic_mnist.fixed_point import FixedPointSum
+from elastic_mnist.gradients import ExactGradient, Problem, StepResult
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.sampler import MicroBatch, Step, StepSampler
 
@@ -51,7 +52,7 @@ class PlainGradient(ExactGradient):
         self._values = self._message[: len(self._values)]
         self._sums = [PlainSum(self._values if lane == 0 else self._values.clone()) for lane in range(len(self._sums))]
 
-    def __call__(self, step: Step, *, step_index: int, stop: bool = False) -> StepResult:
+    def __call__(self, step: Step, *, step_index: int) -> StepResult:
         """Compute and add up."""
         for total in self._sums:
             total.clear()
@@ -65,7 +66,7 @@ class PlainGradient(ExactGradient):
             self._values.add_(other.total)
         self._all_reduce(self._message)
         torch.mul(self._values, 1.0 / step.num_samples, out=self._gradient)
-        return StepResult(loss_sum=0.0, num_bad=0, num_stops=int(stop))
+        return StepResult(loss_sum=0.0, num_bad=0)
 
 
 def measure(num_steps: int, world_size: int, rank: int) -> None:

@@ -4,10 +4,11 @@
 # is noted in the environment, so that a second run finds it done and takes no time.
 
 set -eu
+caller="$PWD"
 cd "$(dirname "$0")/.."
 
 if [ -z "${VIRTUAL_ENV:-}" ]; then
-    if [ ! -x .venv/bin/python ]; then
+    if [ ! -f .venv/bin/activate ]; then # also where an earlier try ended half-way
         python="$(command -v python3 || command -v python)" || {
             echo "scripts: no python3 on PATH; install Python 3.10 or later" >&2
             exit 2

@@ -121,7 +121,7 @@ class Job:
     def progress(self) -> tuple[int, int]:
         """Return the generation and the number of steps that rank 0 has finished; (-1, -1) before the first."""
         try:
-            _, generation, step = (self.directory / "snapshots" / "events.progress").read_text().split()
+            _, generation, step = (self.directory / "snapshots" / "events.jsonl.progress").read_text().split()
         except (FileNotFoundError, ValueError):
             return -1, -1
         return int(generation), int(step)

@@ -60,8 +60,6 @@ def test_exact_learns_like_allreduce(mnist_dir: Path, tmp_path: Path) -> None:
             epochs.append(one_epoch(tmp_path / f"{sync}{seed}", mnist_dir, options))
     for key in ("train_loss", "test_loss", "test_accuracy"):
         exact, plain_sum = ([epoch[key] for epoch in found[sync]] for sync in ("exact", "allreduce"))
-        spread = max(*exact, *plain_sum) - min(*exact, *plain_sum)
         print(f"{key}: exact {exact}, allreduce {plain_sum}")
-        assert abs(mean(exact) - mean(plain_sum)) < spread
-        # Seed by seed the two see the same samples and masks; only roundings part them.
-        assert all(abs(one - other) < spread for one, other in zip(exact, plain_sum, strict=True))
+        spread_of_seeds = max(plain_sum) - min(plain_sum)
+        assert abs(mean(exact) - mean(plain_sum)) < spread_of_seeds

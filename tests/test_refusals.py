@@ -5,13 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, contents, plain, standalone, torchrun
+from harness import SMALL, Job, contents, free_port, plain, standalone, torchrun
 
 LAUNCHERS = {
     "python": plain(),
     "standalone": standalone(2),
-    "exact line": torchrun("--max_restarts=3", "--nnodes=1:2"),
+    "elastic": torchrun("--max_restarts=3", "--nnodes=1:2", f"--master_port={free_port()}"),
     "no restarts": standalone(1, max_restarts=0),
+    "one node, no rendezvous named": torchrun("--nproc_per_node=2", "--max_restarts=3"),
+    "fixed size": torchrun("--nnodes=1", "--max_restarts=3", f"--master_port={free_port()}"),
+    "by name": torchrun("--rdzv_backend=elastic_mnist", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--max_restarts=3"),
 }
 
 

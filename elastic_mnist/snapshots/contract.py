@@ -35,6 +35,15 @@ def asked(settings: Settings, dataset: dict[str, Any]) -> Contract:
     return contract
 
 
+def in_step(settings: Settings, device_type: str) -> dict[str, Any]:
+    """Return what all nodes must be started with alike, beside the contract: it decides on the collectives."""
+    return {
+        "epochs": settings.epochs,
+        "test_samples": settings.test_samples,
+        "device": device_type,
+    }
+
+
 def resolve(contract: Contract, *, world_size: int, device_type: str) -> Contract:
     """Return the contract of a job that starts now: the sizes as numbers."""
     return {

@@ -11,13 +11,13 @@ import hashlib
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.events import log
 from elastic_mnist.sampler import Position
-from elastic_mnist.snapshots.state import position_of, unpack
+from elastic_mnist.snapshots.state import State, position_of, unpack
 from elastic_mnist.snapshots.storage import Storage, open_storage
 
 _MANIFEST_NAME: Final = re.compile(r"step-(\d{8,})\.json")
@@ -88,6 +88,25 @@ class Manifest:
         return manifest
 
 
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A snapshot that has been read and found whole.
+
+    Attributes:
+        path: where it is.
+        data: its bytes.
+        state: what they hold.
+        manifest: its manifest; None for a copy of the file alone.
+        num_damaged_newer: snapshots at the same place that are newer, and damaged.
+    """
+
+    path: str
+    data: bytes
+    state: State
+    manifest: Manifest | None
+    num_damaged_newer: int = 0
+
+
 class DurableTier:
     """The durable snapshots at one place.
 
@@ -101,17 +120,18 @@ class DurableTier:
         self._storage = storage
         self._read_only = read_only
         self._keep_last = keep_last
+        self.num_rejected = 0
 
     def save(self, data: bytes, manifest: Manifest) -> None:
-        """Commit a snapshot, then remove the oldest ones beyond `keep_last`.
+        """Commit a snapshot, read it back, then remove the oldest ones beyond `keep_last`.
 
         Raises:
-            StoreError: it could not be written; what was there before still is.
+            StoreError: it could not be written, or does not read back; what was there before still is.
         """
         began = time.monotonic()
         assert len(data) == manifest.size_bytes
-        self._storage.put(manifest.data_name, data)
-        self._storage.put(manifest.name, manifest.to_json())
+        self._put(manifest.data_name, data)
+        self._put(manifest.name, manifest.to_json())
         log.info(
             "snapshot.saved",
             tier="storage",
@@ -126,6 +146,16 @@ class DurableTier:
         except StoreError as error:  # the snapshot is committed; the old ones cost space only
             log.warning("snapshot.prune_failed", reason=str(error))
 
+    def _put(self, name: str, data: bytes) -> None:
+        """Write, and believe it once it reads back: retention may rely on it from then on."""
+        self._storage.put(name, data)
+        try:
+            is_whole = self._storage.get(name) == data
+        except FileNotFoundError:
+            is_whole = False
+        if not is_whole:
+            raise StoreError(f"{self._storage.path(name)}: does not read back as it was written; check the store")
+
     def manifests(self) -> list[Manifest]:
         """Return the valid manifests, the largest step first; invalid ones are told and set aside."""
         found = []
@@ -137,8 +167,8 @@ class DurableTier:
                     self._reject(name, str(error))
         return sorted(found, key=lambda manifest: manifest.step, reverse=True)
 
-    def load(self, manifest: Manifest) -> bytes:
-        """Return a snapshot's bytes, checked against its manifest; raises `SnapshotError`."""
+    def load(self, manifest: Manifest) -> Snapshot:
+        """Return a snapshot, checked against its manifest; raises `SnapshotError`."""
         try:
             data = self._storage.get(manifest.data_name)
         except FileNotFoundError:
@@ -147,15 +177,16 @@ class DurableTier:
             raise SnapshotError(f"{len(data):,} bytes, its manifest says {manifest.size_bytes:,}")
         if hashlib.sha256(data).hexdigest() != manifest.sha256:
             raise SnapshotError("its SHA-256 is not its manifest's")
-        if position_of(unpack(data)) != manifest.position:
+        state = unpack(data)
+        if position_of(state) != manifest.position:
             raise SnapshotError("its position is not its manifest's")
-        return data
+        return Snapshot(path=self._storage.path(manifest.data_name), data=data, state=state, manifest=manifest)
 
-    def newest_valid(self) -> tuple[Manifest, bytes] | None:
+    def newest_valid(self) -> Snapshot | None:
         """Return the newest snapshot that is whole; damaged newer ones are told and set aside."""
         for manifest in self.manifests():
             try:
-                return manifest, self.load(manifest)
+                return self.load(manifest)
             except SnapshotError as error:
                 self._reject(manifest.name, str(error))
         return None
@@ -173,6 +204,7 @@ class DurableTier:
 
         The manifest goes first: without it the snapshot does not exist.
         """
+        self.num_rejected += 1
         data_name = manifest_name.replace(".json", ".pt")
         log.warning("snapshot.rejected", path=self._storage.path(data_name), reason=reason)
         for name in () if self._read_only else (manifest_name, data_name):
@@ -198,41 +230,42 @@ class DurableTier:
             self._storage.delete(f"step-{step:08d}.pt")
 
 
-def find(location: str, *, named: str) -> tuple[str, bytes]:
-    """Return the path and bytes of the snapshot that a user names: a file, or the newest valid one at a place.
+def find(location: str, *, named: str) -> Snapshot:
+    """Return the snapshot that a user names: a file, or the newest valid one at a place.
 
-    A file is checked against its manifest where that lies beside it; of a copy of the file alone, its format is
-    all there is to check. Nothing is changed there.
+    A file is checked against its manifest where that lies beside it; of a copy of the file alone, its format is all
+    there is to check. Nothing is changed there.
 
     Args:
         location: file, directory or URL.
         named: what names it to the user; stands in every error.
 
     Raises:
-        UsageError: there is no snapshot, or not a valid one.
+        SnapshotError: what is there is damaged.
+        UsageError: nothing is there, or it cannot be accessed.
     """
     directory, _, name = location.rpartition("/") if location.endswith(".pt") else (location, "", None)
     if name is not None and not directory:
         directory = "/" if location.startswith("/") else "."
     storage = open_storage(directory, named=named)
     tier = DurableTier(storage, read_only=True)
+    if name is None:
+        newest = tier.newest_valid()
+        if newest is not None:
+            return replace(newest, num_damaged_newer=tier.num_rejected)
+        if tier.num_rejected:
+            raise SnapshotError(f"{named} {location}: all of the {tier.num_rejected} snapshots there are damaged")
+        raise UsageError(f"{named} {location}: no snapshot there; name another")
     try:
-        if name is None:
-            newest = tier.newest_valid()
-            if newest is None:
-                raise UsageError(f"{named} {location}: no valid snapshot there; name another")
-            return tier.path(newest[0]), newest[1]
         manifest_name = name.removesuffix(".pt") + ".json"
         if manifest_name in storage.names():
-            data = tier.load(Manifest.from_json(storage.get(manifest_name), manifest_name))
-        else:
-            data = storage.get(name)
-            unpack(data)
-        return storage.path(name), data
+            return tier.load(Manifest.from_json(storage.get(manifest_name), manifest_name))
+        data = storage.get(name)
+        return Snapshot(path=storage.path(name), data=data, state=unpack(data), manifest=None)
     except FileNotFoundError:
         raise UsageError(f"{named} {location}: no such file; name another") from None
     except SnapshotError as error:
-        raise UsageError(f"{named} {location}: {error}; name another snapshot") from None
+        raise SnapshotError(f"{named} {location}: {error}") from None
 
 
 def _digest_of(content: dict[str, Any]) -> str:

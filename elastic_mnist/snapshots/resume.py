@@ -9,18 +9,21 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from elastic_mnist.errors import UsageError
-from elastic_mnist.events import log
+from elastic_mnist.errors import SnapshotError, UsageError
+from elastic_mnist.events import identify, log
 from elastic_mnist.sampler import Position
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.contract import Contract, accept, differences, resolve
-from elastic_mnist.snapshots.durable import DurableTier, Manifest, find
+from elastic_mnist.snapshots.durable import DurableTier, Manifest, Snapshot, find
 from elastic_mnist.snapshots.record import ProgressMark, RunRecord
 from elastic_mnist.snapshots.state import State, position_of, unpack
 from elastic_mnist.snapshots.storage import Storage
+
+_ORDER: Final = ("dataset", "train_samples", "data_sha256", "seed")
+"""The fields of the contract that the order of an epoch's samples hangs on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,32 +69,34 @@ def decide(
         UsageError: the snapshots are another job's, or cannot be read or written.
     """
     recorded = run_record.read(storage)
-    newest = tier.newest_valid()
-    source, path, data, known = "fresh", None, None, None
-    if newest is not None:
-        source, path, data = "storage", tier.path(newest[0]), newest[1]
-        recorded = _of_snapshot(recorded, unpack(data))
+    if recorded is not None:
+        identify(run_id=recorded.run_id, generation=recorded.generation)  # what is told from here on is of this run
+    found, source, known = tier.newest_valid(), "storage", None
+    if found is not None:
+        recorded = _of_snapshot(recorded, found.state)
         known = recorded.contract
     elif settings.resume_from is not None:
-        source = "file"
-        path, data = find(settings.resume_from, named="--resume_from")
-        known = unpack(data)["contract"]
-        if recorded is not None and recorded.resumed_from == path and not differences(recorded.contract, asked):
+        found, source = _find(settings.resume_from), "file"
+        known = found.state["contract"]
+        if recorded is not None and recorded.resumed_from == found.path and not differences(recorded.contract, asked):
             known = recorded.contract  # a run from this file that was lost before its first snapshot
-    elif recorded is not None and (tier.has_traces() or not differences(recorded.contract, asked)):
-        known = recorded.contract  # a run that was lost before its first snapshot, or whose snapshots are damaged
+    else:
+        source = "fresh"
+        if recorded is not None and (tier.has_traces() or not differences(recorded.contract, asked)):
+            known = recorded.contract  # a run that was lost before its first snapshot, or whose snapshots are damaged
 
+    path = None if found is None else found.path
     if known is None:
         contract = resolve(asked, world_size=world_size, device_type=device_type)
     else:
         contract = _agreed(known, asked, settings, path or storage.location, world_size)
+        _check_mid_epoch(known, contract, found, path)
     new_run = RunRecord.new(contract, started_at=time.time(), resumed_from=path if source == "file" else None)
-    start = Start(record=new_run, asked=asked, source=source, path=path, data=data)
-    if newest is not None and newest[0].epoch >= settings.epochs:
-        assert recorded is not None
-        return replace(start, record=recorded, data=None, finished=newest[0])
+    start = Start(record=new_run, asked=asked, source=source, path=path, data=None if found is None else found.data)
     if recorded is not None and known is not None and (source != "file" or known is recorded.contract):
-        start = _go_on(start, recorded, contract, mark_path)
+        if recorded.is_finished and found is not None and found.state["epoch"] >= settings.epochs:
+            return replace(start, record=recorded, data=None, finished=found.manifest)
+        start = _go_on(start, recorded, contract, Position() if found is None else position_of(found.state), mark_path)
     storage.create()
     run_record.write(storage, start.record)
     return start
@@ -135,27 +140,41 @@ def check_same_settings(start: Start, asked: Contract) -> None:
     """Raise `UsageError` where this rank was started with other settings than rank 0."""
     changed = [name for name in asked if asked[name] != start.asked.get(name)]
     if changed:
-        texts = [f"{name} is {asked[name]} here and {start.asked.get(name)} at rank 0" for name in changed]
-        raise UsageError(
-            f"settings differ between the nodes: {'; '.join(texts)}; start all nodes with the same options"
-        )
+        texts = "; ".join(f"{name} is {asked[name]} here and {start.asked.get(name)} at rank 0" for name in changed)
+        raise UsageError(f"settings differ between the nodes: {texts}; start all nodes with the same options")
 
 
-def _go_on(start: Start, recorded: RunRecord, contract: Contract, mark_path: Path) -> Start:
+def _go_on(start: Start, recorded: RunRecord, contract: Contract, position: Position, mark_path: Path) -> Start:
     """Return the start as the next generation of the recorded run."""
-    state = start.state()
-    position = Position() if state is None else position_of(state)
     reached = ProgressMark.read(mark_path, recorded)
     num_lost_steps = None if reached is None else max(0, reached - position.step)
     record = recorded.next_generation(num_lost_steps=num_lost_steps or 0, contract=contract)
     return replace(start, record=record, num_lost_steps=num_lost_steps)
 
 
+def _check_mid_epoch(known: Contract, contract: Contract, found: Snapshot | None, path: str | None) -> None:
+    """Refuse another order of samples in the middle of an epoch: "each sample once" would have no meaning."""
+    changed = [name for name in _ORDER if known.get(name) != contract[name]]
+    if changed and found is not None and found.state["samples_in_epoch"]:
+        raise UsageError(
+            f"{path} lies in the middle of an epoch, where {' and '.join(changed)} cannot change, not even with "
+            f"--accept_changes; change it at the end of an epoch"
+        )
+
+
+def _find(location: str) -> Snapshot:
+    """Return the snapshot that `--resume_from` names."""
+    try:
+        return find(location, named="--resume_from")
+    except SnapshotError as error:
+        raise UsageError(f"{error}; name another snapshot") from None
+
+
 def _of_snapshot(recorded: RunRecord | None, state: State) -> RunRecord:
     """Return the run that a snapshot belongs to, also where its record is lost or another's."""
     if recorded is not None and recorded.run_id == state["run_id"]:
         return recorded
-    lost = RunRecord.new(state["contract"], started_at=time.time())
+    lost = RunRecord.new(state["contract"], started_at=state["started_at"])
     return replace(lost, run_id=state["run_id"], generation=state["generation"])
 
 

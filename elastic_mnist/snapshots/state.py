@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from elastic_mnist.errors import SnapshotError
+from elastic_mnist.errors import SnapshotError, StoreError
 from elastic_mnist.sampler import Position
 
 FORMAT: Final = "elastic_mnist.snapshot"
@@ -36,6 +36,7 @@ _FIELDS: Final[Mapping[str, type]] = {
     "world_size": int,
     "run_id": str,
     "generation": int,
+    "started_at": float,
     "progress": dict,
 }
 
@@ -54,11 +55,15 @@ def unpack(data: bytes) -> State:
     """Read a state from the bytes of a snapshot file, onto the CPU.
 
     Raises:
-        SnapshotError: the bytes are not a whole snapshot of this package, or of a later version of it.
+        SnapshotError: the bytes are not a whole snapshot of this package.
+        StoreError: they may be one, but this process cannot read it.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch's remarks on a foreign file; the error says enough
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on a foreign file; the error says enough
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except (MemoryError, OSError) as error:  # this process's trouble, not the snapshot's
+        raise StoreError(f"a snapshot cannot be read here: {str(error) or type(error).__name__}") from error
     except Exception as error:
         # torch's advice on how to load it all the same is not for here.
         refused = re.search(r"WeightsUnpickler error: (.*)", str(error))
@@ -66,8 +71,11 @@ def unpack(data: bytes) -> State:
         raise SnapshotError(f"not readable as plain data: {reason[:200]}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise SnapshotError(f"not of the format {FORMAT}")
-    if state.get("version") != VERSION:
-        raise SnapshotError(f"version {state.get('version')}, this program reads {VERSION}")
+    version = state.get("version")
+    if isinstance(version, int) and version > VERSION:  # whole, and not to be set aside
+        raise StoreError(f"a snapshot is of version {version}, this program reads {VERSION}; install a later one")
+    if version != VERSION:
+        raise SnapshotError(f"version {version}, this program reads {VERSION}")
     for name, kind in _FIELDS.items():
         if not isinstance(state.get(name), kind):
             raise SnapshotError(f"its field {name} is missing or not a {kind.__name__}")

@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from elastic_mnist.errors import UsageError
+from elastic_mnist.errors import SnapshotError
 from elastic_mnist.model import weights_sha256
 from elastic_mnist.snapshots.durable import find
-from elastic_mnist.snapshots.state import State, unpack
+from elastic_mnist.snapshots.state import State
 
 _COMPARED: Final = ("model", "optimizer", "epoch", "step", "samples_in_epoch")
 
@@ -41,28 +41,29 @@ class Difference:
 
 def run(snapshot: str, other: str | None) -> int:
     """Print what is found; return 0 for whole and equal, 1 for damaged or different."""
-    states = []
+    states, status = [], 0
     for location in (snapshot, other):
         if location is None:
             continue
         try:
-            path, data = find(location, named="snapshot")
-        except UsageError as error:
-            if "no such" in str(error) or "no valid" in str(error):
-                raise
+            found = find(location, named="snapshot")
+        except SnapshotError as error:
             print(f"damaged   {error}")  # noqa: T201 - printing is what a tool does
             return 1
-        state = unpack(data)
+        state = found.state
         states.append(state)
-        print(f"whole     {path}")  # noqa: T201
+        print(f"whole     {found.path}")  # noqa: T201
+        if found.num_damaged_newer:
+            print(f"damaged   {found.num_damaged_newer} newer ones there")  # noqa: T201
+            status = 1
         print(f"          step {state['step']}, epoch {state['epoch']}, run {state['run_id']}")  # noqa: T201
         print(f"          weights_sha256 {weights_sha256(state['model'])}")  # noqa: T201
     if other is None:
-        return 0
+        return status
     difference = compare(*states)
     if difference is None:
         print("equal     weights, optimizer and position, bit for bit")  # noqa: T201
-        return 0
+        return status
     where = f"{difference.key}{list(difference.index) if difference.index else ''}"
     print(f"different {difference.num_keys} keys; first {where}: {difference.ours} and {difference.theirs}")  # noqa: T201
     if difference.largest is not None:
