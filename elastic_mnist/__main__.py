@@ -7,12 +7,17 @@ Each way to end is told here, once: 0 finished, 2 something for the user to put 
 
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+import time
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from elastic_mnist.errors import EXIT_FAILURE, EXIT_USAGE, AlreadyTold, PeerLost, TrainingError, UsageError
 from elastic_mnist.launch import Place
 from elastic_mnist.lifeline import die_with_parent
 from elastic_mnist.settings import Settings, parse
+
+_GRACE_SECONDS: Final = 1.0
+"""An agent that sees the process that failed ends this one within that time. If this one ended by itself in the same
+second, torchrun's report would name either as the root cause."""
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +55,7 @@ def _train(settings: Settings, place: Place) -> None:
         _end(EXIT_USAGE)
     except PeerLost as error:
         events.log.warning("peer.lost", reason=str(error))
+        time.sleep(_GRACE_SECONDS)
         _end(EXIT_FAILURE)
     except TrainingError as error:
         events.log.error("run.failed", reason=str(error), step=events.at_step())
@@ -72,8 +78,8 @@ def _leave_error_file(error: Exception) -> None:
 def _end(status: int) -> NoReturn:
     """End the process at once.
 
-    Ordinary interpreter exit would wait for lanes in the middle of a micro-batch, and for a process group
-    whose peers are gone.
+    Ordinary interpreter exit would wait for lanes in the middle of a micro-batch and for a process group whose peers
+    are gone, and after a job's good end torch's threads abort it now and then.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -82,3 +88,4 @@ def _end(status: int) -> NoReturn:
 
 if __name__ == "__main__":
     main()
+    _end(0)

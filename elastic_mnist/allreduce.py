@@ -54,9 +54,11 @@ class AllReduceGradient:
                 (loss * (self._world_size / step.num_samples)).backward()
             loss_sum += loss.item()
         gradients = [parameter.grad for parameter in self._wrapped.parameters()]
-        is_finite = all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
+        is_finite = math.isfinite(loss_sum) and all(
+            gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients
+        )
         extras = torch.tensor(
-            [loss_sum if math.isfinite(loss_sum) else 0.0, float(not is_finite)],
+            [loss_sum if is_finite else 0.0, float(not is_finite)],
             dtype=torch.float64,
             device=self._problem.device,
         )

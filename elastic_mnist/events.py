@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
@@ -63,8 +64,7 @@ class _JsonLines:
         if self._descriptor is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            size = os.fstat(self._descriptor).st_size
-            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn by a full disk or a lost machine
+            if _ends_torn(self._descriptor):
                 line = b"\n" + line
         written = os.write(self._descriptor, line)
         if written < len(line):
@@ -85,6 +85,19 @@ class _Stream:
             return
 
     debug = info = warning = error = critical = msg
+
+
+def _ends_torn(descriptor: int) -> bool:
+    """Whether a log ends in half a line, as a full disk or a lost machine leaves it.
+
+    Looked at twice, because another process may be in the middle of a write.
+    """
+    for _ in range(2):
+        size = os.fstat(descriptor).st_size
+        if not size or os.pread(descriptor, 1, size - 1) == b"\n":
+            return False
+        time.sleep(0.05)
+    return os.fstat(descriptor).st_size == size
 
 
 def _as_json(value: Any) -> Any:  # noqa: ANN401 - the values of a JSON object

@@ -131,7 +131,7 @@ class ExactGradient:
             )
             for lane in range(lanes.num_lanes)
         ]
-        self._losses: list[list[int | None]] = [[] for _ in range(lanes.num_lanes)]
+        self._losses = [0] * lanes.num_lanes
         # The backward pass begins with the scale, and each of its products is scaled by a power of two: the
         # gradients come out in fixed-point units, with the bits that they would have had.
         self._scale = torch.tensor(2.0**self._exponent, device=problem.device)
@@ -142,21 +142,24 @@ class ExactGradient:
 
     def __call__(self, step: Step, *, step_index: int) -> StepResult:
         """Compute, add up and agree; see `GradientSync`."""
-        for total, losses in zip(self._sums, self._losses, strict=True):
+        for lane, total in enumerate(self._sums):
             total.clear()
-            losses.clear()
+            self._losses[lane] = 0
 
         def compute(lane: int, micro_batch: MicroBatch) -> None:
             loss = self._problem.loss(micro_batch, epoch=step.epoch, step_index=step_index)
+            fixed = loss_to_fixed(loss.item())
+            if fixed is None:
+                self._sums[lane].num_bad += 1
+                return
+            self._losses[lane] += fixed
             self._sums[lane].add(torch.autograd.grad(loss, self._parameters, self._scale))
-            self._losses[lane].append(loss_to_fixed(loss.item()))
 
         self._lanes.run(compute, step.micro_batches)
         for other in self._sums[1:]:
             self._values.add_(other.total)
-        losses = [loss for of_lane in self._losses for loss in of_lane]
-        num_bad = sum(total.num_bad for total in self._sums) + losses.count(None)
-        self._extras.copy_(torch.tensor([sum(loss for loss in losses if loss is not None), num_bad]))
+        num_bad = sum(total.num_bad for total in self._sums)
+        self._extras.copy_(torch.tensor([sum(self._losses), num_bad]))
         self._all_reduce(self._message)
         # int64 to fp64 rounds at 2^53, the division once more, the copy to fp32 last: three fixed functions of one
         # integer, the same on every rank.

@@ -310,6 +310,7 @@ def tell_start(job: Job, start: Start, training: Training) -> None:
     log.info(
         "run.started",
         source=start.source,
+        **vars(training.position),
         snapshot_path=job.storage.location,
         argv=sys.argv[1:],
         settings=job.settings.as_plain(),

@@ -1,5 +1,6 @@
 """The surroundings of a small job, in which generations are started."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         self.directory = root / "snapshots"
-        self.mark_path = root / "events.progress"
+        self.mark_path = root / "events.jsonl.progress"
         self.storage = LocalStorage(self.directory)
 
     def decide(
@@ -60,6 +61,10 @@ class Place:
         """Let the generation that `start` began finish some steps."""
         ProgressMark(self.mark_path, run_id=start.record.run_id, generation=start.record.generation).set(step)
 
+    def finish(self) -> None:
+        """Note in the record, as the recorded generation does with its last word, that the run is finished."""
+        run_record.write(self.storage, replace(self.record(), is_finished=True))
+
     def files(self) -> dict[str, tuple[int, bytes]]:
         """Return all that a write to the snapshots would change."""
         return {
@@ -68,8 +73,20 @@ class Place:
         }
 
     @classmethod
-    def at_step_5(cls, root: Path) -> "Place":
-        """Return a place with a run's record and its snapshot of step 5, in epoch 0."""
+    def at_step(cls, root: Path, step: int) -> "Place":
+        """Return a place with a run's record and its snapshot of a step."""
         place = cls(root)
-        place.commit(5, run_id=place.decide().record.run_id)
+        place.commit(step, run_id=place.decide().record.run_id)
+        return place
+
+    @classmethod
+    def at_step_5(cls, root: Path) -> "Place":
+        """Return a place with a run's record and its snapshot of step 5, in the middle of epoch 0."""
+        return cls.at_step(root, 5)
+
+    @classmethod
+    def finished(cls, root: Path) -> "Place":
+        """Return a place with a run of 2 epochs that is finished and told, and its snapshot of step 26."""
+        place = cls.at_step(root, 26)
+        place.finish()
         return place

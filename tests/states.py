@@ -39,6 +39,7 @@ def small_state(step: int = 5, *, settings: Settings | None = None, **changes: o
         "world_size": 1,
         "run_id": RUN_ID,
         "generation": 0,
+        "started_at": 1.0,
         "progress": {"loss": 0.5, "num_steps": step},
         **changes,
     }
@@ -142,3 +143,25 @@ class FaultyStorage(Storage):
     def rename(self, name: str, new_name: str) -> None:
         """Rename an object, or fail."""
         self._run("rename", name, new_name)
+
+
+class ForgetfulStorage(FaultyStorage):
+    """A storage that takes one object without a word, and keeps it damaged or not at all.
+
+    Args:
+        inner: what keeps the others.
+        forgotten: the name of that object.
+        instead: the bytes that it keeps; None for none.
+    """
+
+    def __init__(self, inner: Storage, forgotten: str, instead: bytes | None) -> None:
+        super().__init__(inner, Fault(at=-1, raises=AssertionError()))
+        self._forgotten = forgotten
+        self._instead = instead
+
+    def put(self, name: str, data: bytes) -> None:
+        """Put an object, or something else in its place."""
+        if name != self._forgotten:
+            super().put(name, data)
+        elif self._instead is not None:
+            super().put(name, self._instead)

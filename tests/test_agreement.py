@@ -2,14 +2,19 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 from places import Place
 from states import DATASET, small_state
 
 from elastic_mnist.errors import StoreError, UsageError
+from elastic_mnist.job import Job, agree_on_start
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots.contract import asked
+from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.resume import Start, check_same_settings, from_bytes, to_bytes
 
 
@@ -39,8 +44,43 @@ def from_file(place: Place) -> Start:
 
 def finished(place: Place) -> Start:
     """Find nothing left to do."""
-    place.commit(26)
-    return place.decide(epochs=2)
+    place.commit(26, run_id=place.decide().record.run_id)
+    place.finish()
+    start = place.decide(epochs=2)
+    assert start.finished is not None
+    return start
+
+
+class OneMessage:
+    """The world of two ranks that are asked one after the other: rank 1 gets what rank 0 broadcast."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 2
+        self._message = b""
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Keep rank 0's message, or return it."""
+        self._message = self._message if payload is None else payload
+        return self._message
+
+
+def agreed(place: Place, *settings: Settings, devices: tuple[str, str] = ("cpu", "cpu")) -> list[Start]:
+    """Return what rank 0 and rank 1, each with settings and a kind of device of its own, know before their start."""
+    world, starts = OneMessage(), []
+    for rank in (0, 1):
+        world.rank = rank
+        job = SimpleNamespace(
+            settings=settings[rank],
+            dataset_facts=DATASET,
+            device=torch.device(devices[rank]),
+            world=world,
+            place=SimpleNamespace(local_rank=rank),
+            storage=place.storage,
+            tier=DurableTier(place.storage),
+            mark_path=place.mark_path,
+        )
+        starts.append(agree_on_start(cast("Job", job)))
+    return starts
 
 
 STARTS = [fresh, restarted, from_storage, from_file, finished]
@@ -70,8 +110,9 @@ def test_an_error_of_rank_0_is_raised_at_every_rank(error: UsageError) -> None:
 
 def test_the_same_settings_are_agreed_on(tmp_path: Path) -> None:
     """A rank started with rank 0's options goes on, also where options that change no result differ."""
-    start = fresh(Place(tmp_path))
-    check_same_settings(start, asked(Settings(batch_size=8, threads=3, epochs=9), DATASET))
+    others = Settings(batch_size=8, threads=3, save_every=7, keep_last=9, log_format="json", hang_timeout=5.0)
+    first, second = agreed(Place(tmp_path), Settings(batch_size=8), others)
+    assert first == second
 
 
 @pytest.mark.parametrize(
@@ -101,3 +142,20 @@ def test_the_smaller_side_of_a_difference_is_checked_too(tmp_path: Path) -> None
     start = Place(tmp_path).decide(lr_schedule="cosine")
     with pytest.raises(UsageError, match="lr_schedule is constant here and cosine at rank 0"):
         check_same_settings(start, asked(Settings(batch_size=8), DATASET))
+
+
+@pytest.mark.parametrize(
+    ("field", "here"), [("epochs", Settings(batch_size=8, epochs=9)), ("test_samples", Settings(test_samples=9))]
+)
+def test_what_decides_on_the_collectives_must_be_the_same(field: str, here: Settings, tmp_path: Path) -> None:
+    """Part of no contract, another number of epochs or test samples at one node is refused by name all the same."""
+    wanted = getattr(Settings(batch_size=8), field)
+    with pytest.raises(UsageError, match=f"[:;] {field} is 9 here and {wanted} at rank 0; start all nodes with the"):
+        agreed(Place(tmp_path), Settings(batch_size=8), here)
+
+
+def test_another_kind_of_device_is_refused_by_name(tmp_path: Path) -> None:
+    """A node with CUDA and one without cannot meet in one all-reduce."""
+    both = Settings(batch_size=8)
+    with pytest.raises(UsageError, match="device is cuda here and cpu at rank 0"):
+        agreed(Place(tmp_path), both, both, devices=("cpu", "cuda"))

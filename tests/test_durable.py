@@ -1,18 +1,20 @@
 """The durable tier: the manifest is the commit, and nothing damaged is ever believed."""
 
+import io
 import os
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 import pytest
-from states import Fault, FaultyStorage, Killed, commit, manifest_of, small_state
+import torch
+from states import Fault, FaultyStorage, ForgetfulStorage, Killed, commit, manifest_of, small_state
 from structlog.testing import capture_logs
 
-from elastic_mnist.errors import SnapshotError, StoreError
+from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.sampler import Position
-from elastic_mnist.snapshots.durable import DurableTier, Manifest
-from elastic_mnist.snapshots.state import pack
+from elastic_mnist.snapshots.durable import DurableTier, Manifest, find
+from elastic_mnist.snapshots.state import FORMAT, VERSION, pack
 from elastic_mnist.snapshots.storage import LocalStorage, Storage, open_storage
 
 DATA_5, MANIFEST_5 = "step-00000005.pt", "step-00000005.json"
@@ -30,15 +32,18 @@ def newest_step(storage: Storage) -> int | None:
     newest = DurableTier(storage).newest_valid()
     if newest is None:
         return None
-    manifest, data = newest
-    assert data == pack(small_state(manifest.step))
-    return manifest.step
+    assert newest.manifest is not None
+    assert newest.data == pack(small_state(newest.manifest.step))
+    return newest.manifest.step
 
 
 def test_a_saved_snapshot_is_loaded_as_it_was(storage: LocalStorage) -> None:
-    """The newest valid snapshot has the manifest and the bytes that were saved."""
+    """The newest valid snapshot has the path, the manifest, the bytes and the state that were saved."""
     manifest = commit(storage, 5)
-    assert DurableTier(storage).newest_valid() == (manifest, pack(small_state(5)))
+    newest = DurableTier(storage).newest_valid()
+    assert newest is not None
+    assert (newest.path, newest.manifest) == (storage.path(DATA_5), manifest)
+    assert newest.data == pack(small_state(5)) == pack(newest.state)
 
 
 def test_an_empty_place_has_no_snapshot(storage: LocalStorage) -> None:
@@ -144,7 +149,7 @@ def test_another_runs_place_is_left_as_it_is(damaged: LocalStorage, tmp_path: Pa
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     newest = DurableTier(damaged, read_only=True).newest_valid()
     assert newest is not None
-    assert newest[0].step == 5
+    assert newest.state["step"] == 5
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -194,14 +199,14 @@ def test_no_flipped_bit_of_a_manifest_goes_unseen() -> None:
 def test_no_flipped_byte_of_the_data_goes_unseen(storage: LocalStorage, tmp_path: Path) -> None:
     """Each byte of the data in turn, flipped, makes it one that is not to be loaded."""
     manifest, tier = commit(storage, 5), DurableTier(storage)
-    whole = tier.load(manifest)
+    whole = tier.load(manifest).data
     with (tmp_path / DATA_5).open("r+b", buffering=0) as file:
         for place in range(len(whole)):
             os.pwrite(file.fileno(), bytes([whole[place] ^ 0x10]), place)
             with pytest.raises(SnapshotError):
                 tier.load(manifest)
             os.pwrite(file.fileno(), whole[place : place + 1], place)
-    assert tier.load(manifest) == whole
+    assert tier.load(manifest).data == whole
 
 
 def test_a_position_that_is_not_the_manifests_is_refused(storage: LocalStorage) -> None:
@@ -311,12 +316,60 @@ def test_a_fault_at_any_operation_of_a_save_leaves_the_old_snapshot_or_the_new_o
         if not fault.num_fired:  # it has no more operations
             break
         for manifest in DurableTier(storage).manifests():
-            assert DurableTier(storage).load(manifest) == pack(small_state(manifest.step))
+            assert DurableTier(storage).load(manifest).data == pack(small_state(manifest.step))
         found.append(newest_step(storage))
         assert found[-1] == 9 or (found[-1] == 5 and has_failed)
-    # Five operations follow the two of the commit: a listing, and the removal of five files of steps 1, 3 and 5.
-    assert found == [9 if index > 1 or (index == 1 and is_done) else 5 for index in range(len(found))]
-    assert len(found) == 2 + 1 + 5
+    # The commit puts and reads back the data, then the manifest. Six operations follow: a listing, and the removal of
+    # five files of steps 1, 3 and 5.
+    assert found == [9 if index > 2 or (index == 2 and is_done) else 5 for index in range(len(found))]
+    assert len(found) == 4 + 1 + 5
+
+
+@pytest.mark.parametrize("instead", [None, b"", b"damaged"], ids=["nothing", "empty", "damaged"])
+@pytest.mark.parametrize("name", [DATA_9, MANIFEST_9])
+def test_a_save_that_does_not_read_back_fails(name: str, instead: bytes | None, storage: LocalStorage) -> None:
+    """Where the store keeps something else, the save raises with the file's path, and tells of no saved snapshot."""
+    with capture_logs() as events, pytest.raises(StoreError, match=f"^{storage.path(name)}: does not read back"):
+        commit(ForgetfulStorage(storage, name, instead), 9)
+    assert events == []
+
+
+@pytest.mark.parametrize("instead", [None, b"", b"damaged"], ids=["nothing", "empty", "damaged"])
+@pytest.mark.parametrize("name", [DATA_9, MANIFEST_9])
+def test_a_save_that_does_not_read_back_costs_no_older_snapshot(
+    name: str, instead: bytes | None, storage: LocalStorage
+) -> None:
+    """What retention would have removed after the save is there, and step 5 is the newest."""
+    for step in (1, 5):
+        commit(storage, step)
+    before = storage.names()
+    with pytest.raises(StoreError):
+        commit(ForgetfulStorage(storage, name, instead), 9, keep_last=1)
+    assert {*before} <= {*storage.names()}
+    assert newest_step(storage) == 5
+
+
+def test_data_that_does_not_read_back_is_not_committed(storage: LocalStorage) -> None:
+    """Without its data safe, a manifest is not written at all."""
+    with pytest.raises(StoreError):
+        commit(ForgetfulStorage(storage, DATA_9, b"damaged"), 9)
+    assert storage.names() == [DATA_9]
+
+
+def test_a_snapshot_of_a_later_version_is_neither_passed_over_nor_set_aside(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    """It is whole: no older snapshot is taken in its place, and no file is changed."""
+    commit(storage, 5)
+    state = small_state(9)
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, "version": VERSION + 1, **state}, buffer)
+    manifest = manifest_of(state, buffer.getvalue())
+    DurableTier(storage, keep_last=2).save(buffer.getvalue(), manifest)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(StoreError, match="install a later one"):
+        DurableTier(storage).newest_valid()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("operation", ["names", "get"])
@@ -342,3 +395,63 @@ def test_an_object_store_holds_snapshots_too(tmp_path: Path) -> None:
     assert newest_step(storage) == 5
     aside = [f"{DATA_9}.rejected", f"{MANIFEST_9}.rejected"]
     assert sorted(storage.names()) == sorted([DATA_5, MANIFEST_5, *aside])
+
+
+def test_a_named_place_stands_for_its_newest_snapshot(storage: LocalStorage, tmp_path: Path) -> None:
+    """The whole of it is found, and nothing damaged is newer."""
+    commit(storage, 5)
+    manifest = commit(storage, 9)
+    found = find(str(tmp_path), named="snapshot")
+    assert (found.path, found.manifest, found.num_damaged_newer) == (f"{tmp_path}/{DATA_9}", manifest, 0)
+    assert found.data == pack(small_state(9)) == pack(found.state)
+
+
+@pytest.mark.usefixtures("damaged")
+def test_the_damaged_newer_ones_of_a_named_place_are_counted(tmp_path: Path) -> None:
+    """Of a whole step 5 and a damaged step 9, step 5 is found, with one damaged that is newer."""
+    found = find(str(tmp_path), named="snapshot")
+    assert (found.path, found.num_damaged_newer) == (f"{tmp_path}/{DATA_5}", 1)
+
+
+def test_a_named_file_is_found_with_its_manifest(storage: LocalStorage, tmp_path: Path) -> None:
+    """Newest or not, the file that is named."""
+    manifest = commit(storage, 5)
+    commit(storage, 9)
+    found = find(f"{tmp_path}/{DATA_5}", named="snapshot")
+    assert (found.path, found.manifest, found.data) == (f"{tmp_path}/{DATA_5}", manifest, pack(small_state(5)))
+
+
+def test_a_named_copy_is_found_without_a_manifest(tmp_path: Path) -> None:
+    """Its bytes and its state are all that is known of it."""
+    (tmp_path / "best.pt").write_bytes(pack(small_state(5)))
+    found = find(f"{tmp_path}/best.pt", named="snapshot")
+    assert (found.path, found.manifest, found.num_damaged_newer) == (f"{tmp_path}/best.pt", None, 0)
+    assert found.data == pack(small_state(5)) == pack(found.state)
+
+
+def test_a_named_place_of_damaged_snapshots_alone_is_damage(storage: LocalStorage, tmp_path: Path) -> None:
+    """A SnapshotError counts them."""
+    for step in (5, 9):
+        commit(storage, step)
+        os.truncate(tmp_path / f"step-{step:08d}.pt", 10)
+    with pytest.raises(SnapshotError, match=f"^snapshot {tmp_path}: all of the 2 snapshots there are damaged"):
+        find(str(tmp_path), named="snapshot")
+
+
+@pytest.mark.parametrize("name", [DATA_9, "best.pt"], ids=["with manifest", "copy"])
+def test_a_named_file_that_is_damaged_is_damage(name: str, storage: LocalStorage, tmp_path: Path) -> None:
+    """A SnapshotError names it, and no other snapshot is taken in its place."""
+    commit(storage, 5)
+    commit(storage, 9)
+    (tmp_path / name).write_bytes(b"damaged")
+    with pytest.raises(SnapshotError, match=f"^snapshot {tmp_path}/{name}: "):
+        find(f"{tmp_path}/{name}", named="snapshot")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("", "no snapshot there"), ("/typo", "no snapshot there"), ("/typo.pt", "no such file")]
+)
+def test_a_name_of_nothing_is_the_users_to_put_right(name: str, reason: str, tmp_path: Path) -> None:
+    """An empty place, a missing one and a missing file are a UsageError that says what is not there."""
+    with pytest.raises(UsageError, match=f"^snapshot {tmp_path}{name}: {reason}; name another$"):
+        find(f"{tmp_path}{name}", named="snapshot")

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import structlog
+from places import Place
 
 from elastic_mnist import events
 from elastic_mnist.events import configure, console_only, identify, log
@@ -83,6 +84,18 @@ def test_a_line_says_who_speaks(path: Path) -> None:
     log.info("run.started")
     (line,) = lines_of(path)
     assert [line[key] for key in HEAD[3:]] == ["abc", 2, 0, 4]
+
+
+def test_what_is_told_while_a_start_is_decided_is_of_the_recorded_run(path: Path, tmp_path: Path) -> None:
+    """A damaged snapshot is told under the run's name and its last generation, before the next one is claimed."""
+    place = Place.at_step_5(tmp_path)
+    before = place.record()
+    (place.directory / "step-00000005.pt").write_bytes(b"damaged")
+    rank(0, path)
+    identify(run_id=None, generation=None)
+    place.decide()
+    (line,) = lines_of(path)
+    assert (line["event"], line["run_id"], line["generation"]) == ("snapshot.rejected", before.run_id, 0)
 
 
 def test_a_timestamp_is_of_utc(path: Path) -> None:

@@ -10,11 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastic_mnist.gradients import MEAN_NORM_LIMIT_BITS, FixedPointSum, choose_exponent, error_bound
+from elastic_mnist.fixed_point import (
+    LOSS_EXPONENT,
+    MEAN_NORM_LIMIT_BITS,
+    FixedPointSum,
+    choose_exponent,
+    error_bound,
+    loss_from_fixed,
+    loss_to_fixed,
+)
 
 BOUNDED = settings(max_examples=100, deadline=None)
 MICRO_BATCH = 64
 NORM_LIMIT = MICRO_BATCH * 2.0**MEAN_NORM_LIMIT_BITS
+LOSS_LIMIT = 2.0**22
 
 
 @st.composite
@@ -185,3 +194,46 @@ def test_a_cleared_sum_has_no_bad_vector() -> None:
     assert total.num_bad == 1
     total.clear()
     assert total.num_bad == 0
+
+
+@given(loss=st.floats(-LOSS_LIMIT, LOSS_LIMIT, exclude_min=True, exclude_max=True))
+@BOUNDED
+def test_a_loss_within_the_limit_is_off_by_half_a_unit_at_most(loss: float) -> None:
+    """Whatever a loss below 2^22, its integer stands for it to 2^-25."""
+    fixed = loss_to_fixed(loss)
+    assert fixed is not None
+    assert abs(Fraction(fixed, 2**LOSS_EXPONENT) - Fraction(loss)) <= Fraction(1, 2 ** (LOSS_EXPONENT + 1))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_loss_below_the_limit_has_its_place(sign: int) -> None:
+    """The last float before 2^22 is an integer of 2^46, its neighbours' nearest."""
+    assert loss_to_fixed(sign * math.nextafter(LOSS_LIMIT, 0.0)) == sign * 2**46
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [LOSS_LIMIT, -LOSS_LIMIT, math.nextafter(LOSS_LIMIT, math.inf), 3.4e38, 1.7e308, math.inf, -math.inf, math.nan],
+)
+def test_a_loss_without_a_place_is_none(loss: float) -> None:
+    """At the limit and beyond it, infinite or not a number: None, and no error of Python's."""
+    assert loss_to_fixed(loss) is None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_losses_at_the_limit_do_not_overflow(sign: int) -> None:
+    """2^16 of the largest, more than MNIST has samples, add up within an int64."""
+    largest = loss_to_fixed(sign * math.nextafter(LOSS_LIMIT, 0.0))
+    assert largest is not None
+    total = 2**16 * largest
+    assert -(2**63) <= total < 2**63
+    assert loss_from_fixed(total) == sign * 2**16 * LOSS_LIMIT
+
+
+@given(losses=st.lists(st.floats(0.0, 100.0), max_size=20))
+@BOUNDED
+def test_a_sum_of_losses_comes_back(losses: list[float]) -> None:
+    """What a sum of integers stands for is off from the exact sum by half a unit a loss at most."""
+    total = loss_from_fixed(sum(fixed for fixed in map(loss_to_fixed, losses) if fixed is not None))
+    exact = sum(map(Fraction, losses))
+    assert abs(Fraction(total) - exact) <= Fraction(len(losses), 2 ** (LOSS_EXPONENT + 1))

@@ -10,6 +10,7 @@ from builders import (
     BATCH,
     MICRO_BATCH,
     SEED,
+    enlarge_loss,
     flat_gradient,
     plain_gradient,
     poison,
@@ -34,6 +35,12 @@ def poison_rank_0(rank: int, model: ConvNet) -> None:
     """Put a NaN into the weights of rank 0."""
     if rank == 0:
         poison(model)
+
+
+def enlarge_loss_of_rank_0(rank: int, model: ConvNet) -> None:
+    """Give rank 0 weights whose losses are finite, and beyond all that an int64 holds."""
+    if rank == 0:
+        enlarge_loss(model, 1e30)
 
 
 class Ranks:
@@ -62,7 +69,6 @@ class Ranks:
         num_lanes: int = 1,
         precision: str = "fp32",
         start: int = 0,
-        stops: tuple[int, ...] = (),
         prepare: Callable[[int, ConvNet], object] = lambda _rank, _model: None,
     ) -> list[tuple[StepResult, Tensor]]:
         """Make one step's exact gradient at each rank; return what each of them got."""
@@ -78,7 +84,7 @@ class Ranks:
                 global_batch_size=BATCH,
                 micro_batch_size=MICRO_BATCH,
             )
-            result = gradient(step_of(rank, self.world_size, start=start), step_index=3, stop=rank in stops)
+            result = gradient(step_of(rank, self.world_size, start=start), step_index=3)
             return result, flat_gradient(models[rank])
 
         with ThreadPoolExecutor(self.world_size) as pool:
@@ -173,6 +179,25 @@ def test_a_gradient_that_is_not_finite_at_one_rank_is_known_to_all() -> None:
     assert [result.num_bad for result, _ in Ranks(2).exact(prepare=poison_rank_0)] == [num_poisoned] * 2
 
 
+def test_a_loss_that_is_huge_at_one_rank_is_known_to_all() -> None:
+    """Finite losses beyond the fixed point's limit are counted, one a micro-batch, at each rank, and nobody else's."""
+    num_huge = len(step_of(0, 2).micro_batches)
+    assert num_huge == 2
+    (first, gradient), (second, _) = Ranks(2).exact(prepare=enlarge_loss_of_rank_0)
+    assert bool(gradient.isfinite().all())
+    assert first == second
+    assert first.num_bad == num_huge
+
+
+def test_a_loss_that_is_huge_is_not_part_of_the_sum() -> None:
+    """With one rank's losses beyond the limit, the loss told is that of the other rank's micro-batches alone."""
+    gradient = ExactGradient(
+        problem(build(SEED)), Lanes(1), lambda _: None, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH
+    )
+    alone = gradient(step_of(1, 2), step_index=3)
+    assert [result.loss_sum for result, _ in Ranks(2).exact(prepare=enlarge_loss_of_rank_0)] == [alone.loss_sum] * 2
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_others_as_they_are() -> None:
     """With one rank's micro-batches bad, the gradient is that of the other rank's alone, finite throughout."""
     step, model = step_of(1, 2), build(SEED)
@@ -188,9 +213,3 @@ def test_a_gradient_that_is_not_finite_leaves_the_others_as_they_are() -> None:
 def test_a_finite_step_has_no_bad_micro_batch(alone: tuple[str, StepResult, Tensor]) -> None:
     """A usual step counts none."""
     assert alone[1].num_bad == 0
-
-
-@pytest.mark.parametrize("stops", [(), (2,), (0, 1, 2)])
-def test_the_number_of_ranks_asked_to_stop_is_known_to_all(stops: tuple[int, ...]) -> None:
-    """Each rank's stop flag travels with the gradient to every rank."""
-    assert [result.num_stops for result, _ in Ranks(3).exact(stops=stops)] == [len(stops)] * 3

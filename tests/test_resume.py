@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from places import Place
-from states import RUN_ID, Fault, FaultyStorage, small_state
+from states import Fault, FaultyStorage, small_state
 
 from elastic_mnist.errors import StoreError, UsageError
 from elastic_mnist.snapshots import record as run_record
@@ -102,38 +102,59 @@ def test_generations_are_counted_on(at_step_5: Place) -> None:
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_a_finished_run_has_nothing_left_to_do(epochs: int, place: Place) -> None:
-    """At or beyond the epochs asked for, the final manifest is what there is, and no state."""
-    place.commit(26)
+def test_a_finished_run_has_nothing_left_to_do(epochs: int, tmp_path: Path) -> None:
+    """At or beyond the epochs asked for, with its end told, the final manifest is what there is, and no state."""
+    place = Place.finished(tmp_path)
     start = place.decide(epochs=epochs)
     assert start.finished == DurableTier(place.storage).manifests()[0]
     assert (start.data, start.finished.epoch) == (None, 2)
 
 
-def test_a_finished_run_is_left_as_it_is(place: Place) -> None:
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     """No byte and no time of change differs, of a file or of the directory."""
-    run_id = place.decide(epochs=2).record.run_id
-    place.commit(26, run_id=run_id)
+    place = Place.finished(tmp_path)
     before = place.files()
     assert place.decide(epochs=2).finished is not None
     assert place.files() == before
 
 
-def test_more_epochs_are_harmless(place: Place) -> None:
-    """A finished run that is asked for more goes on from its last snapshot."""
-    place.commit(26)
+def test_a_run_killed_before_its_last_word_goes_on_to_say_it(tmp_path: Path) -> None:
+    """With its last snapshot saved and its end not told, it is one more generation, which claims the place."""
+    place = Place.at_step(tmp_path, 26)
+    before = place.record()
+    start = place.decide(epochs=2)
+    assert (start.finished, start.source) == (None, "storage")
+    assert start.data == pack(small_state(26, run_id=before.run_id))
+    assert start.record == place.record() == replace(before, generation=1)
+
+
+def test_more_epochs_are_harmless(tmp_path: Path) -> None:
+    """A finished run that is asked for more goes on from its last snapshot, and is not finished any more."""
+    place = Place.finished(tmp_path)
+    before = place.record()
     start = place.decide(epochs=3)
     assert (start.finished, start.source) == (None, "storage")
-    assert start.record.run_id == RUN_ID
+    assert start.data == pack(small_state(26, run_id=before.run_id))
+    assert start.record == place.record() == replace(before, generation=1, is_finished=False)
+
+
+def test_a_finished_run_that_lost_its_snapshots_still_has_a_state(place: Place, tmp_path: Path) -> None:
+    """Begun from a copy of a finished snapshot, its own ones gone, it ends or goes on, but never without weights."""
+    copy = tmp_path / "best.pt"
+    copy.write_bytes(pack(small_state(26)))
+    place.decide(resume_from=str(copy), epochs=2)
+    place.finish()
+    start = place.decide(resume_from=str(copy), epochs=2)
+    assert start.finished is not None or start.data == copy.read_bytes()
 
 
 def test_a_lost_record_is_made_anew_from_the_snapshot(at_step_5: Place) -> None:
-    """Without run.json the run keeps its name and contract, and counts on from the snapshot's generation."""
+    """Without run.json the run keeps its name, contract and beginning, and counts on from the snapshot's generation."""
     before = at_step_5.record()
     at_step_5.storage.delete("run.json")
     start = at_step_5.decide(world_size=3)
     assert (start.record.run_id, start.record.contract) == (before.run_id, before.contract)
-    assert start.record.generation == 1
+    assert (start.record.generation, start.record.started_at) == (1, small_state()["started_at"])
 
 
 def test_a_lost_record_does_not_let_other_settings_in(at_step_5: Place) -> None:

@@ -122,6 +122,21 @@ def test_other_settings_are_refused_by_name(place: Place, source: Path) -> None:
 
 def test_other_settings_are_accepted_when_told(place: Place, source: Path) -> None:
     """With --accept_changes it goes on under the new value."""
+    start = place.decide(resume_from=str(source), lr=0.5, accept_changes=True)
+    assert (start.source, start.record.contract["lr"]) == ("file", 0.5)
+
+
+def test_another_order_of_samples_is_refused_in_mid_epoch(place: Place, source: Path) -> None:
+    """Not even --accept_changes lets a seed change there; the error names file and field, and nothing is claimed."""
+    path = f"{source}/step-00000005.pt"
+    with pytest.raises(UsageError, match=f"^{path} lies in the middle of an epoch, where seed cannot change"):
+        place.decide(resume_from=path, seed=1, accept_changes=True)
+    assert not place.directory.exists()
+
+
+def test_another_order_of_samples_is_accepted_at_an_epochs_end(place: Place, source: Path) -> None:
+    """With --accept_changes the next epoch is drawn from the new seed."""
+    commit(LocalStorage(source), 13)
     start = place.decide(resume_from=str(source), seed=1, accept_changes=True)
     assert (start.source, start.record.contract["seed"]) == ("file", 1)
 
@@ -144,7 +159,7 @@ def test_a_missing_file_is_refused(place: Place, tmp_path: Path) -> None:
 
 def test_a_missing_directory_is_refused(place: Place, tmp_path: Path) -> None:
     """A typo in a directory's name is never a fresh start."""
-    assert "no valid snapshot there" in refused(place, f"{tmp_path}/typo")
+    assert "no snapshot there" in refused(place, f"{tmp_path}/typo")
 
 
 def test_a_file_in_the_way_is_refused(place: Place, tmp_path: Path) -> None:
@@ -168,10 +183,10 @@ def test_a_damaged_copy_is_refused(damage: bytes, place: Place, tmp_path: Path) 
 
 
 def test_a_directory_of_damaged_snapshots_is_refused(place: Place, source: Path) -> None:
-    """With nothing whole there, nothing is taken."""
+    """With nothing whole there, nothing is taken, and the damage is told as such."""
     for path in source.glob("*.pt"):
         path.write_bytes(b"damaged")
-    assert "no valid snapshot there" in refused(place, str(source))
+    assert "all of the 2 snapshots there are damaged; name another snapshot" in refused(place, str(source))
 
 
 def test_an_unknown_kind_of_url_is_refused(place: Place) -> None:

@@ -3,8 +3,9 @@
 import io
 import os
 import pickle
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import small_state
 
-from elastic_mnist.errors import SnapshotError
+from elastic_mnist.errors import SnapshotError, StoreError
 from elastic_mnist.sampler import Position
 from elastic_mnist.snapshots.state import pack, position_of, unpack
 
@@ -32,6 +33,7 @@ FIELDS = {
     "world_size": int,
     "run_id": str,
     "generation": int,
+    "started_at": float,
     "progress": dict,
 }
 
@@ -113,12 +115,36 @@ def test_a_file_of_another_format_is_refused(content: object) -> None:
         unpack(saved(content))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, -1, "1", None])
 def test_a_file_of_another_version_is_refused(version: object) -> None:
     """The error names the version that it has and the one that is read."""
     state = {**small_state(), "format": "elastic_mnist.snapshot", "version": version}
     with pytest.raises(SnapshotError, match=f"^version {version}, this program reads 1$"):
         unpack(saved(state))
+
+
+@pytest.mark.parametrize("version", [2, 300])
+def test_a_file_of_a_later_version_is_whole_and_not_for_this_program(version: int) -> None:
+    """It is no damage: a StoreError of one line names both versions and the way out."""
+    state = {**small_state(), "format": "elastic_mnist.snapshot", "version": version}
+    with pytest.raises(StoreError, match=f"^[^\n]* version {version}, this program reads 1; install a later one$"):
+        unpack(saved(state))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(MemoryError(), "MemoryError"), (OSError(24, "Too many open files"), "Too many open files")]
+)
+def test_a_process_in_trouble_does_not_call_a_snapshot_damaged(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory or no file descriptor while it is read is a StoreError that says so."""
+
+    def load(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(StoreError, match=f"cannot be read here: .*{reason}"):
+        unpack(pack(small_state()))
 
 
 @pytest.mark.parametrize("protocol", ["torch", "pickle"])
@@ -152,7 +178,7 @@ def test_a_snapshot_cut_anywhere_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_damaged_snapshot_is_read_or_refused() -> None:
-    """With any byte flipped the file is a SnapshotError where it is not read: never another exception."""
+    """With any byte flipped the file is a SnapshotError where it is not read, or says another version of itself."""
     data, num_refused = pack(small_state()), 0
     for place in range(len(data)):
         for flip in (0x01, 0x40, 0xFF):
@@ -162,6 +188,8 @@ def test_a_damaged_snapshot_is_read_or_refused() -> None:
                 unpack(bytes(damaged))
             except SnapshotError:
                 num_refused += 1
+            except StoreError as error:
+                assert re.search("version [0-9]+, this program reads 1", str(error))  # noqa: PT017 - not each raises
     assert num_refused > 0
 
 

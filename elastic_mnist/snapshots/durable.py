@@ -177,7 +177,10 @@ class DurableTier:
             raise SnapshotError(f"{len(data):,} bytes, its manifest says {manifest.size_bytes:,}")
         if hashlib.sha256(data).hexdigest() != manifest.sha256:
             raise SnapshotError("its SHA-256 is not its manifest's")
-        state = unpack(data)
+        try:
+            state = unpack(data)
+        except StoreError as error:
+            raise StoreError(f"{self._storage.path(manifest.data_name)}: {error}") from error
         if position_of(state) != manifest.position:
             raise SnapshotError("its position is not its manifest's")
         return Snapshot(path=self._storage.path(manifest.data_name), data=data, state=state, manifest=manifest)

@@ -90,13 +90,16 @@ def decide(
         contract = resolve(asked, world_size=world_size, device_type=device_type)
     else:
         contract = _agreed(known, asked, settings, path or storage.location, world_size)
-        _check_mid_epoch(known, contract, found, path)
+        _check_mid_epoch(contract, found)
+        if contract != known:
+            log.warning("run.settings_changed", changed=differences(known, asked))
     new_run = RunRecord.new(contract, started_at=time.time(), resumed_from=path if source == "file" else None)
     start = Start(record=new_run, asked=asked, source=source, path=path, data=None if found is None else found.data)
+    position = Position() if found is None else position_of(found.state)
     if recorded is not None and known is not None and (source != "file" or known is recorded.contract):
-        if recorded.is_finished and found is not None and found.state["epoch"] >= settings.epochs:
+        if recorded.is_finished and found is not None and source == "storage" and position.epoch >= settings.epochs:
             return replace(start, record=recorded, data=None, finished=found.manifest)
-        start = _go_on(start, recorded, contract, Position() if found is None else position_of(found.state), mark_path)
+        start = _go_on(start, recorded, contract, position, mark_path)
     storage.create()
     run_record.write(storage, start.record)
     return start
@@ -152,12 +155,14 @@ def _go_on(start: Start, recorded: RunRecord, contract: Contract, position: Posi
     return replace(start, record=record, num_lost_steps=num_lost_steps)
 
 
-def _check_mid_epoch(known: Contract, contract: Contract, found: Snapshot | None, path: str | None) -> None:
+def _check_mid_epoch(contract: Contract, found: Snapshot | None) -> None:
     """Refuse another order of samples in the middle of an epoch: "each sample once" would have no meaning."""
-    changed = [name for name in _ORDER if known.get(name) != contract[name]]
-    if changed and found is not None and found.state["samples_in_epoch"]:
+    if found is None or not found.state["samples_in_epoch"]:
+        return
+    changed = [name for name in _ORDER if found.state["contract"].get(name) != contract[name]]
+    if changed:
         raise UsageError(
-            f"{path} lies in the middle of an epoch, where {' and '.join(changed)} cannot change, not even with "
+            f"{found.path} lies in the middle of an epoch, where {' and '.join(changed)} cannot change, not even with "
             f"--accept_changes; change it at the end of an epoch"
         )
 
@@ -188,7 +193,6 @@ def _agreed(recorded: Contract, asked: Contract, settings: Settings, where: str,
             f"{where} was made under other settings: {'; '.join(changed)}; choose another --snapshot_path, "
             f"or go on under the new ones with --accept_changes"
         )
-    log.warning("run.settings_changed", changed=changed)
     return accept(recorded, asked, world_size=world_size)
 
 

@@ -10,8 +10,8 @@ ledger is missing or cannot be read, or the run has not ended.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,8 +55,7 @@ def run(directory: Path, *, event_log: Path | None, run_id: str | None) -> int:
     events = _read_events(event_log or _look_for_event_log(directory))
     run_id = run_id or _last_run(events)
     entries, unreadable = _read_ledgers(directory, run_id)
-    report = audit([event for event in events if event.get("run_id") == run_id], entries)
-    report.unknown += unreadable
+    report = audit([event for event in events if event.get("run_id") == run_id], entries, unreadable)
     print(f"{report.verdict:9} run {run_id}")  # noqa: T201 - printing is what a tool does
     print(f"          {report.num_steps} committed steps with {report.num_samples} samples")  # noqa: T201
     print(f"          {report.num_epochs} whole epochs")  # noqa: T201
@@ -71,8 +70,14 @@ def run(directory: Path, *, event_log: Path | None, run_id: str | None) -> int:
     return _STATUS[report.verdict]
 
 
-def audit(events: list[Entry], entries: Iterable[Entry]) -> Report:
-    """Judge one run from its events and the lines of its ledgers."""
+def audit(events: list[Entry], entries: Iterable[Entry], unreadable: Sequence[str] = ()) -> Report:
+    """Judge one run.
+
+    Args:
+        events: the run's events.
+        entries: the lines of its ledgers.
+        unreadable: the places of lines that could not be read; what is missing may stand there.
+    """
     report = Report()
     starts = [event for event in events if event["event"] == "run.started"]
     ends = [event["step"] for event in events if event["event"] == "run.finished"]
@@ -87,28 +92,35 @@ def audit(events: list[Entry], entries: Iterable[Entry]) -> Report:
     generations = _generations(events)
     by_place: dict[tuple[int, int], list[Entry]] = defaultdict(list)  # by step and generation
     heard: dict[int, set[int]] = defaultdict(set)  # ranks by generation
+    untold_from: dict[int, int] = {}  # first step by generation that the event log does not tell of
     for entry in entries:
-        by_place[entry["step"], entry["generation"]].append(entry)
-        heard[entry["generation"]].add(entry["rank"])
-    report.unknown += [f"generation {number} is in the ledgers only" for number in sorted({*heard} - {*generations})]
+        number, step = entry["generation"], entry["step"]
+        by_place[step, number].append(entry)
+        heard[number].add(entry["rank"])
+        if number not in generations:
+            untold_from[number] = min(step, untold_from.get(number, step))
+    report.unknown += [f"generation {number} is in the ledgers only" for number in sorted(untold_from)]
 
     first = min(generation.first_step for generation in generations.values())
     used: dict[int, Counter[int]] = defaultdict(Counter)  # samples by epoch
     for step in range(first, ends[-1]):
         owner = max(number for number, generation in generations.items() if generation.first_step <= step)
         found = by_place.pop((step, owner), [])
-        silent = set(range(generations[owner].world_size)) - heard[owner]
+        silent = sorted(set(range(generations[owner].world_size)) - heard[owner])
+        excuses = [f"the ledger of rank {rank} is missing" for rank in silent] + list(unreadable)
+        excuses += [f"generation {number} may have made it" for number, since in untold_from.items() if step >= since]
         where = f"step {step} (generation {owner})"
-        _judge_step(report, shape, where=where, step=step, found=found, silent=silent)
+        _judge_step(report, shape, where=where, step=step, found=found, excuses=excuses)
         for entry in found:
             used[entry["epoch"]].update(entry["indices"])
     report.num_steps = ends[-1] - first
     report.num_samples = sum(counter.total() for counter in used.values())
     report.replayed = dict(Counter(generation for _, generation in by_place))  # what is left did not count
-    first_whole_epoch = -(-first // shape.steps_per_epoch)  # a run that resumed from a file has not made the rest
-    for epoch in range(first_whole_epoch, ends[-1] // shape.steps_per_epoch):
-        report.num_epochs += 1
-        _judge_epoch(report, shape, epoch, used[epoch])
+    for epoch in range(first // shape.steps_per_epoch, -(-ends[-1] // shape.steps_per_epoch)):
+        # A run that resumed from a file in mid-epoch has made only the rest of it.
+        is_whole = first <= epoch * shape.steps_per_epoch and (epoch + 1) * shape.steps_per_epoch <= ends[-1]
+        report.num_epochs += is_whole
+        _judge_epoch(report, shape, epoch, used[epoch], is_whole=is_whole)
     return report
 
 
@@ -134,9 +146,7 @@ def _generations(events: list[Entry]) -> dict[int, Generation]:
     for event in events:
         number = event["generation"]
         if event["event"] == "run.started":
-            generations[number] = Generation(number=number, world_size=event["world_size"], first_step=0)
-        elif event["event"] == "run.resumed" and number in generations:
-            generations[number] = replace(generations[number], first_step=event["step"])
+            generations[number] = Generation(number=number, world_size=event["world_size"], first_step=event["step"])
     return generations
 
 
@@ -147,11 +157,11 @@ def _judge_step(
     where: str,
     step: int,
     found: list[Entry],
-    silent: set[int],
+    excuses: Sequence[str],
 ) -> None:
     """Check that a committed step's micro-batches are there, each once, and of the right epoch.
 
-    `silent` are the ranks of which there is no ledger: what is missing may be theirs.
+    `excuses` are the reasons why what is missing may have been there.
     """
     counts = Counter(entry["micro_batch"] for entry in found)
     for index, count in sorted(counts.items()):
@@ -162,17 +172,17 @@ def _judge_step(
     if any(entry["epoch"] != epoch for entry in found):
         report.invalid.append(f"{where}: is of epoch {epoch}, the ledger says another")
     missing = sorted(set(range(shape.num_micro_batches(step))) - set(counts))
-    if missing and silent:
-        report.unknown.append(f"{where}: micro-batches {missing} are missing, and so is all of ranks {sorted(silent)}")
+    if missing and excuses:
+        report.unknown.append(f"{where}: micro-batches {missing} are missing; {'; '.join(excuses)}")
     elif missing:
         report.invalid.append(f"{where}: micro-batches {missing} are missing")
 
 
-def _judge_epoch(report: Report, shape: _Shape, epoch: int, used: Counter[int]) -> None:
-    """Check that an epoch used each sample once."""
+def _judge_epoch(report: Report, shape: _Shape, epoch: int, used: Counter[int], *, is_whole: bool) -> None:
+    """Check that an epoch used each sample once; of one that is not whole, that it used none twice."""
     everything = set(range(shape.num_samples))
     findings = {
-        "not used": everything - set(used),
+        "not used": everything - set(used) if is_whole else set(),
         "used more than once": {sample for sample, count in used.items() if count > 1},
         "not in the set": set(used) - everything,
     }

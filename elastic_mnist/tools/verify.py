@@ -4,6 +4,7 @@ Compared is what training goes on from: weights, optimizer state and position. W
 where, may differ between two that are the same.
 """
 
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +18,8 @@ from elastic_mnist.snapshots.durable import find
 from elastic_mnist.snapshots.state import State
 
 _COMPARED: Final = ("model", "optimizer", "epoch", "step", "samples_in_epoch")
+
+_ABSENT: Final = "(absent)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +77,12 @@ def run(snapshot: str, other: str | None) -> int:
 def compare(ours: State, theirs: State) -> Difference | None:
     """Return where two states differ, None where they are the same, bit for bit."""
     left, right = (dict(_leaves({key: state[key] for key in _COMPARED})) for state in (ours, theirs))
-    differing = [key for key in dict.fromkeys([*left, *right]) if not _same(left.get(key), right.get(key))]
+    pairs = {key: (left.get(key, _ABSENT), right.get(key, _ABSENT)) for key in dict.fromkeys([*left, *right])}
+    differing = [key for key, pair in pairs.items() if not _same(*pair)]
     if not differing:
         return None
-    index, first, second = _first_difference(left.get(differing[0]), right.get(differing[0]))
-    sizes = [_distance(left.get(key), right.get(key)) for key in differing]
+    index, first, second = _first_difference(*pairs[differing[0]])
+    sizes = [_distance(*pairs[key]) for key in differing]
     known = [size for size in sizes if size is not None]
     return Difference(
         key=differing[0],
@@ -110,6 +114,8 @@ def _same(ours: object, theirs: object) -> bool:
             and ours.shape == theirs.shape
             and torch.equal(_bytes_of(ours), _bytes_of(theirs))
         )
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return struct.pack("<d", ours) == struct.pack("<d", theirs)
     return type(ours) is type(theirs) and ours == theirs
 
 
