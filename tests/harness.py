@@ -245,3 +245,23 @@ def fault(directory: Path, kind: str, *, rank: int, step: int, generation: int =
         "PYTHONPATH": os.pathsep.join([str(faults), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "ELASTIC_MNIST_TEST_FAULT": f"{kind} {rank} {step} {generation} {fired}",
     }, fired
+
+
+# Long enough that a node can join and leave in mid-epoch; one epoch, a snapshot every 5 steps.
+LONG = (
+    "--train_samples=12000",
+    "--test_samples=300",
+    "--global_batch_size=96",
+    "--micro_batch_size=32",
+    "--epochs=1",
+    "--save_every_steps=5",
+    "--sample_log=ledger",
+)
+
+
+def agent(
+    directory: Path, data_dir: Path, port: int, *, address: str = "127.0.0.1", options: Sequence[str] = ()
+) -> Job:
+    """Start an agent with the README's line for several nodes, here all on one host."""
+    line = ("--max_restarts=3", "--nnodes=1:2", "--master_addr=127.0.0.1", f"--master_port={port}")
+    return Job(directory, data_dir, torchrun(*line, f"--local_addr={address}"), (*LONG, *options))

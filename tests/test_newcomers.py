@@ -1,0 +1,56 @@
+"""A node that joins a running job: what it may not take over, write or spoil. Two real agents on one host."""
+
+from pathlib import Path
+
+import pytest
+from harness import LONG, Job, agent, eventually, free_port, plain
+
+
+@pytest.fixture(scope="module")
+def undisturbed_sha256(mnist_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights when one process does it all."""
+    with Job(tmp_path_factory.mktemp("undisturbed"), mnist_dir, plain(), LONG) as job:
+        return str(job.finish()["weights_sha256"])
+
+
+def test_only_rank_0_writes(mnist_dir: Path, tmp_path: Path) -> None:
+    """A second agent with a snapshot path of its own writes nothing there, and says that it does not see the run's."""
+    port = free_port()
+    with agent(tmp_path / "first", mnist_dir, port) as first:
+        first.wait_for_step(3)
+        with agent(tmp_path / "second", mnist_dir, port) as second:
+            eventually(lambda: any(event["world_size"] == 2 for event in first.events("run.started")))
+            assert first.wait() == 0, first.output
+            assert second.wait() == 0, second.output
+        assert {event["event"] for event in second.events()} == {"world.snapshots_not_shared"}
+        assert [path.name for path in (tmp_path / "second" / "snapshots").iterdir()] == ["events.jsonl"]
+        assert "joined as node 2 of 2" in second.output
+
+
+@pytest.mark.parametrize(("first_address", "second_address"), [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
+def test_newcomer_does_not_take_over(
+    first_address: str, second_address: str, mnist_dir: Path, tmp_path: Path, undisturbed_sha256: str
+) -> None:
+    """A node that joins goes on from where the running job is, also where torchrun's order would make it rank 0."""
+    port = free_port()
+    with agent(tmp_path / "first", mnist_dir, port, address=first_address) as first:
+        first.wait_for_step(7)
+        with agent(tmp_path / "second", mnist_dir, port, address=second_address) as second:
+            finished = first.finish()
+            assert second.wait() == 0, second.output
+        (resumed,) = first.events("run.resumed")
+        assert resumed["step"] >= 5
+        assert resumed["world_size"] == 2
+        assert finished["weights_sha256"] == undisturbed_sha256
+
+
+def test_node_with_other_options_is_refused(mnist_dir: Path, tmp_path: Path) -> None:
+    """An agent that joins with another seed is turned away by name, and the job it came to goes on and finishes."""
+    port = free_port()
+    with agent(tmp_path / "first", mnist_dir, port, address="127.0.0.2") as first:
+        first.wait_for_step(3)
+        # By its address it would be rank 0, and turn the others away.
+        with agent(tmp_path / "second", mnist_dir, port, address="127.0.0.1", options=["--seed=9"]) as stranger:
+            assert stranger.wait() == 2
+            assert "seed is 9 here and 0 at rank 0" in stranger.output
+        first.finish()
