@@ -33,6 +33,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,6 @@ LOSS_EXPONENT: Final = 24  # of the losses' own fixed point: 6e-8 of a nat for e
 
 _ROOM_BITS: Final = 62
 _LOSS_LIMIT: Final = 2.0**22  # 2^16 micro-batches at this limit still fit, one for each sample of MNIST
-_BLOCK_VALUES: Final = 2**16  # 1.3 MB of fp32, int64 and their sum: within a core's own cache
 
 
 def choose_exponent(micro_batch_size: int, num_micro_batches: int) -> int:
@@ -72,25 +72,30 @@ def loss_from_fixed(total: int) -> float:
 class FixedPointSum:
     """Adds scaled fp32 vectors up in int64; what lies behind the binary point is cut off.
 
-    The work is bound by memory, not by arithmetic: a vector is taken in blocks that stay in the cache between being
-    converted and being added, and nothing of its length is allocated.
+    The work is bound by memory, not by arithmetic, so each vector is passed over as few times as can be.
 
     Args:
-        total: (num_values,) int64, where the sum is kept; zeroed here.
+        total: (num_values,) int64, where the sum is kept.
         norm_limit: vectors whose 2-norm is not below this are counted in `num_bad` and not added.
     """
 
     def __init__(self, total: Tensor, *, norm_limit: float) -> None:
-        self.total = total.zero_()
-        self.num_bad = 0
+        self._total = total
         self._norm_limit = norm_limit
-        block_values = min(len(total), _BLOCK_VALUES) if total.device.type == "cpu" else len(total)
-        self._integers = torch.empty(block_values, dtype=torch.int64, device=total.device)
+        self.clear()
 
     def clear(self) -> None:
         """Begin a new sum."""
-        self.total.zero_()
         self.num_bad = 0
+        self._is_empty = True  # the first vector is written, not added: no need for zeros
+
+    @property
+    def total(self) -> Tensor:
+        """The sum."""
+        if self._is_empty:
+            self._total.zero_()
+            self._is_empty = False
+        return self._total
 
     def add(self, pieces: Sequence[Tensor]) -> None:
         """Add the vector that the flattened `pieces` form, if it is finite and within the limit."""
@@ -99,9 +104,35 @@ class FixedPointSum:
         if not math.sqrt(sum(torch.dot(vector, vector).item() for vector in vectors)) < self._norm_limit:
             self.num_bad += 1
             return
-        block_values = len(self._integers)
-        for vector, total in zip(vectors, self.total.split([len(vector) for vector in vectors]), strict=True):
-            for values, sums in zip(vector.split(block_values), total.split(block_values), strict=True):
-                integers = self._integers[: len(values)]
-                integers.copy_(values)
-                sums.add_(integers)
+        for vector, total in zip(vectors, self._total.split([len(vector) for vector in vectors]), strict=True):
+            if self._is_empty:
+                total.copy_(vector)
+            else:
+                _add_truncated(total, vector)
+        self._is_empty = False
+
+
+def _add_truncated(total: Tensor, vector: Tensor) -> None:
+    """Add fp32 to int64, in place."""
+    if total.device.type != "cpu":
+        total.add_(vector.to(torch.int64))
+        return
+    # numpy converts and adds in one pass, through a buffer in the first cache; torch would write the integers out.
+    np.add(total.numpy(), vector.numpy(), out=total.numpy(), dtype=np.int64, casting="unsafe")
+
+
+def to_float(total: Tensor, factor: float, out: Tensor) -> None:
+    """Write `total * factor` to `out`.
+
+    int64 to fp64 rounds at 2^53, the product once more, fp32 last: three fixed functions of one integer, the same
+    bits on every rank.
+
+    Args:
+        total: (num_values,) int64.
+        factor: of the scale and of the mean.
+        out: (num_values,) fp32.
+    """
+    if total.device.type != "cpu":
+        out.copy_(total.double().mul_(factor))
+        return
+    np.multiply(total.numpy(), factor, out=out.numpy(), dtype=np.float64, casting="unsafe")  # one pass, as above

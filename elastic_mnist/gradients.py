@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
-from elastic_mnist.fixed_point import FixedPointSum, choose_exponent, loss_from_fixed, loss_to_fixed, norm_limit
+from elastic_mnist.fixed_point import (
+    FixedPointSum,
+    choose_exponent,
+    loss_from_fixed,
+    loss_to_fixed,
+    norm_limit,
+    to_float,
+)
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.model import normalise
 from elastic_mnist.sampler import MicroBatch, Step
@@ -135,7 +142,6 @@ class ExactGradient:
         # The backward pass begins with the scale, and each of its products is scaled by a power of two: the
         # gradients come out in fixed-point units, with the bits that they would have had.
         self._scale = torch.tensor(2.0**self._exponent, device=problem.device)
-        self._wide = torch.empty(sum(sizes), dtype=torch.float64, device=problem.device)
         self._gradient = torch.zeros(sum(sizes), dtype=torch.float32, device=problem.device)
         for parameter, piece in zip(self._parameters, self._gradient.split(sizes), strict=True):
             parameter.grad = piece.view_as(parameter)  # every `.grad` is a view into the one flat gradient
@@ -156,14 +162,13 @@ class ExactGradient:
             self._sums[lane].add(torch.autograd.grad(loss, self._parameters, self._scale))
 
         self._lanes.run(compute, step.micro_batches)
-        for other in self._sums[1:]:
-            self._values.add_(other.total)
+        first, *others = self._sums
+        for other in others:
+            first.total.add_(other.total)
+        assert first.total.data_ptr() == self._message.data_ptr()  # and zeroed, where no lane had work
         num_bad = sum(total.num_bad for total in self._sums)
         self._extras.copy_(torch.tensor([sum(self._losses), num_bad]))
         self._all_reduce(self._message)
-        # int64 to fp64 rounds at 2^53, the division once more, the copy to fp32 last: three fixed functions of one
-        # integer, the same on every rank.
-        self._wide.copy_(self._values)
-        self._gradient.copy_(self._wide.mul_(2.0**-self._exponent / step.num_samples))
+        to_float(self._values, 2.0**-self._exponent / step.num_samples, self._gradient)
         loss_sum, num_bad = self._extras.tolist()
         return StepResult(loss_sum=loss_from_fixed(loss_sum), num_bad=num_bad)

@@ -39,8 +39,13 @@ class PlainSum(FixedPointSum):
         """Add the vector that the flattened pieces form."""
         start = 0
         for piece in pieces:
-            self.total[start : start + piece.numel()].add_(piece.reshape(-1))
+            total = self._total[start : start + piece.numel()]
+            if self._is_empty:
+                total.copy_(piece.reshape(-1))
+            else:
+                total.add_(piece.reshape(-1))
             start += piece.numel()
+        self._is_empty = False
 
 
 class PlainGradient(ExactGradient):
@@ -62,8 +67,9 @@ class PlainGradient(ExactGradient):
             self._sums[lane].add(torch.autograd.grad(loss, self._parameters))
 
         self._lanes.run(compute, step.micro_batches)
-        for other in self._sums[1:]:
-            self._values.add_(other.total)
+        first, *others = self._sums
+        for other in others:
+            first.total.add_(other.total)
         self._all_reduce(self._message)
         torch.mul(self._values, 1.0 / step.num_samples, out=self._gradient)
         return StepResult(loss_sum=0.0, num_bad=0)
