@@ -44,10 +44,10 @@ def _train(settings: Settings, place: Place) -> None:
     events.configure(
         settings.event_log_path, rank=place.rank, world_size=place.world_size, log_format=settings.log_format
     )
-    from elastic_mnist import job, world  # noqa: PLC0415 - the same
+    from elastic_mnist import life, world  # noqa: PLC0415 - the same
 
     try:
-        job.run(settings, place)
+        life.run(settings, place)
     except AlreadyTold:
         _end(EXIT_USAGE)
     except UsageError as error:

@@ -1,13 +1,11 @@
-"""One life of a worker, from its settings to its exit: builds the parts, hands them to the loop.
+"""What one life of a worker is made of: builds the parts of the training, and snapshots out of them.
 
-This is the only module that knows all the others. Imports of a restart are on the critical path of every
-recovery: what only some jobs need is imported where they need it.
+Imports of a restart are on the critical path of every recovery: what only some jobs need is imported where they need
+it.
 """
 
 import hashlib
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_mnist import data, environment, events, model
 from elastic_mnist.allreduce import AllReduceGradient
-from elastic_mnist.errors import AlreadyTold, StoreError, TrainingError, UsageError
+from elastic_mnist.errors import StoreError, TrainingError
 from elastic_mnist.evaluation import Evaluation, evaluate
 from elastic_mnist.events import log
 from elastic_mnist.gradients import ExactGradient, GradientSync, Problem
@@ -27,15 +25,14 @@ from elastic_mnist.launch import Place
 from elastic_mnist.ledger import SampleLedger
 from elastic_mnist.sampler import Step
 from elastic_mnist.settings import Settings
-from elastic_mnist.snapshots import contract, resume
-from elastic_mnist.snapshots import record as run_record
+from elastic_mnist.snapshots import contract
 from elastic_mnist.snapshots.durable import DurableTier, Manifest
 from elastic_mnist.snapshots.record import ProgressMark
 from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import State, pack, position_of
 from elastic_mnist.snapshots.storage import open_storage
-from elastic_mnist.trainer import Progress, Training, train
-from elastic_mnist.world import World, choose_device, guard, refuse
+from elastic_mnist.trainer import Progress, Training
+from elastic_mnist.world import World, choose_device, guard
 
 # The second moment forgets within some 20 steps instead of torch's 1,000: a job of 5 epochs has 590 in all. Worth about
 # 0.0015 of test accuracy at the defaults.
@@ -75,77 +72,9 @@ class Job:
         self.mark_path = settings.event_log_path.with_name(settings.event_log_path.name + ".progress")
 
 
-def run(settings: Settings, place: Place) -> None:
-    """Train until the job is finished. Every rank must call this.
-
-    Raises:
-        UsageError: the user must put something right.
-        TrainingError: the training cannot go on.
-        PeerLost: another rank is gone.
-    """
-    job = Job(settings, place)
-    start = agree_on_start(job)
-    events.identify(run_id=start.record.run_id, generation=start.record.generation)
-    if start.finished is not None:
-        tell_nothing_to_do(job, start)
-    else:
-        training, network = build(job, start)
-        tell_start(job, start, training)
-        train(training)
-        if job.world.rank == 0:
-            tell_end(job, start, training, network)
-    job.world.barrier()  # nobody leaves before rank 0 has saved and told
-    job.world.leave()
-
-
-def agree_on_start(job: Job) -> Start:
-    """Let rank 0 decide where to go on from, and all ranks know."""
-    asked = contract.asked(job.settings, job.dataset_facts)
-    in_step = contract.in_step(job.settings, job.device.type)
-    if job.world.rank != 0:
-        start = resume.from_bytes(job.world.broadcast(None))
-    else:
-        try:
-            start = resume.decide(
-                job.storage,
-                job.tier,
-                job.settings,
-                asked,
-                world_size=job.world.size,
-                device_type=job.device.type,
-                mark_path=job.mark_path,
-            )
-        except UsageError as error:
-            refuse(job.place, str(error))  # before the others know: when they end, this process is ended too
-            job.world.broadcast(resume.to_bytes(error))
-            raise AlreadyTold from error
-        start = replace(start, asked={**asked, **in_step})
-        job.world.broadcast(resume.to_bytes(start))
-    resume.check_same_settings(start, {**asked, **in_step})
-    if job.world.rank > 0 and job.place.local_rank == 0:
-        warn_of_unshared_snapshots(job, start)
-    return start
-
-
-def warn_of_unshared_snapshots(job: Job, start: Start) -> None:
-    """Say on a node that does not see the run's snapshots what that means."""
-    try:
-        seen = run_record.read(job.storage)
-    except StoreError:
-        seen = None
-    if seen is None or seen.run_id != start.record.run_id:
-        log.warning(
-            "world.snapshots_not_shared",
-            path=job.storage.location,
-            reason="this node does not see the run's snapshots; without the node of rank 0 the job would begin afresh",
-        )
-
-
-def build(job: Job, start: Start) -> tuple[Training, model.ConvNet]:
-    """Build the parts of the training, in the state that `start` brings."""
+def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.ConvNet]:
+    """Build the parts of the training, in the `state` that `start` brings."""
     settings, world, dataset = job.settings, job.world, job.dataset
-    state = start.state()
-    warn_of_changed_bits(job, state)
     network = model.build(settings.seed)
     if state is not None:
         network.load_state_dict(state["model"])
@@ -293,73 +222,3 @@ def open_ledger(job: Job, start: Start) -> Callable[[Step, int], None]:
         run_id=start.record.run_id,
         generation=start.record.generation,
     ).note
-
-
-def warn_of_changed_bits(job: Job, state: State | None) -> None:
-    """Say once where the bits may differ from here on: another environment than rank 0's, or than the snapshot's."""
-    here = environment.of(job.device)
-    at_rank_0 = json.loads(job.world.broadcast(json.dumps(here).encode() if job.world.rank == 0 else None))
-    if here != at_rank_0:
-        log.warning("world.mixed", changed=environment.changes(at_rank_0, here))
-    elif state is not None and job.world.rank == 0 and here != state["versions"]:
-        log.warning("run.environment_changed", changed=environment.changes(state["versions"], here))
-
-
-def tell_start(job: Job, start: Start, training: Training) -> None:
-    """Tell how this generation begins, and where it goes on from."""
-    log.info(
-        "run.started",
-        source=start.source,
-        **vars(training.position),
-        snapshot_path=job.storage.location,
-        argv=sys.argv[1:],
-        settings=job.settings.as_plain(),
-        global_batch_size=training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
-        device=str(job.device),
-        num_threads=num_lanes(job),
-        num_train_samples=training.num_samples,
-        versions=environment.of(job.device),
-    )
-    if start.source != "fresh" or start.record.generation > 0:
-        log.info(
-            "run.resumed",
-            source=start.source,
-            path=start.path,
-            **vars(training.position),
-            num_lost_steps=start.num_lost_steps,
-        )
-
-
-def tell_end(job: Job, start: Start, training: Training, network: model.ConvNet) -> None:
-    """Tell on rank 0 that the job is finished, and note in the run's record that it has been told."""
-    wall_seconds = time.time() - start.record.started_at
-    log.info(
-        "run.finished",
-        step=training.position.step,
-        epoch=training.position.epoch,
-        test_accuracy=training.progress.test_accuracy,
-        weights_sha256=model.weights_sha256(network.state_dict()),
-        num_restarts=start.record.generation,
-        num_lost_steps=start.record.num_lost_steps,
-        wall_seconds=round(wall_seconds, 3),
-        goodput=round(training.progress.productive_seconds / max(wall_seconds, 1e-9), 4),
-    )
-    run_record.write(job.storage, replace(start.record, is_finished=True))
-    ProgressMark.remove(job.mark_path)
-
-
-def tell_nothing_to_do(job: Job, start: Start) -> None:
-    """Tell that the job was finished before. That stands in the log already, so every file is left as it is."""
-    manifest = start.finished
-    assert manifest is not None
-    events.console_only()
-    log.info(
-        "run.nothing_to_do",
-        epoch=manifest.epoch,
-        step=manifest.step,
-        path=start.path,
-        test_accuracy=manifest.test_accuracy,
-        weights_sha256=manifest.weights_sha256,
-        hint=f"--epochs {job.settings.epochs} are done; ask for more to go on",
-    )

@@ -13,9 +13,11 @@ import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from elastic_mnist.errors import SettingsError
+
+DATASETS: Final = ("mnist", "fashion_mnist", "synthetic")
 
 
 def _option(
@@ -112,7 +114,7 @@ class Settings:
         "mnist",
         "synthetic draws digits from the seed and needs no download",
         group="data",
-        choices=("mnist", "fashion_mnist", "synthetic"),
+        choices=DATASETS,
     )
     train_samples: int | None = _option(
         None, "use the first N training samples", group="data", at_least=1, shown_default="all"

@@ -91,6 +91,7 @@ def train(training: Training) -> None:
             if training.saved_step != training.position.step:
                 save(training)
             return
+        assert training.position.samples_in_epoch < training.num_samples  # or no step would ever come
         for step in remaining_steps(training):
             began = time.monotonic()
             set_learning_rate(training)

@@ -11,7 +11,8 @@ from places import Place
 from states import DATASET, small_state
 
 from elastic_mnist.errors import StoreError, UsageError
-from elastic_mnist.job import Job, agree_on_start
+from elastic_mnist.job import Job
+from elastic_mnist.life import agree_on_start
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots.contract import asked
 from elastic_mnist.snapshots.durable import DurableTier

@@ -9,7 +9,6 @@ Neither is collective: processes of one node agree through a lock in the data di
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,10 +16,9 @@ from torch import Tensor
 from elastic_mnist.data import fetch as _fetch
 from elastic_mnist.data import idx, synthetic
 from elastic_mnist.errors import DataError
+from elastic_mnist.settings import DATASETS
 
 __all__ = ["DATASETS", "Dataset", "ensure", "load"]
-
-DATASETS: Final = ("mnist", "fashion_mnist", "synthetic")
 
 
 @dataclass(frozen=True, kw_only=True)
