@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -11,12 +11,14 @@ from places import Place
 from states import DATASET, small_state
 
 from elastic_mnist.errors import StoreError, UsageError
-from elastic_mnist.job import Job
 from elastic_mnist.life import agree_on_start
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots.contract import asked
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.resume import Start, check_same_settings, from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from elastic_mnist.job import Job
 
 
 def fresh(place: Place) -> Start:
