@@ -17,6 +17,7 @@ says so and leaves stock behaviour.
 
 import contextlib
 import io
+import json
 import logging
 import os
 import socket
@@ -40,6 +41,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastic_mnist import launch
 from elastic_mnist.errors import EXIT_USAGE, UsageError
+from elastic_mnist.settings import Settings
 
 MODULE: Final = "elastic_mnist"
 
@@ -100,8 +102,8 @@ def _launch() -> Namespace | None:
     return None
 
 
-def _check_before_start(arguments: Namespace) -> None:
-    """End the agent with one line where its workers could not start.
+def _check_before_start(arguments: Namespace) -> Settings:
+    """Return the workers' settings; end the agent with one line where they could not start.
 
     This is also where a node's data is fetched: once a node, before anybody waits in a collective.
     """
@@ -113,13 +115,13 @@ def _check_before_start(arguments: Namespace) -> None:
         data.ensure(options.dataset, options.data_dir)
     except UsageError as error:
         _end(str(error))
+    return options
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     """Build the elastic rendezvous that `parameters` describe, for this package's module or for another's."""
     arguments = _launch()
-    if arguments is not None:
-        _check_before_start(arguments)
+    options = None if arguments is None else _check_before_start(arguments)
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler  # noqa: PLC0415
 
@@ -129,6 +131,8 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     for key, value in _DEFAULTS.items():
         parameters.config.setdefault(key, value)
     backend, store = _meet(parameters.endpoint, lambda: create_backend(parameters))
+    if options is not None:
+        _check_same_job(store, parameters, options)
     endpoint = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else None
     _say(
         f"elastic rendezvous at {endpoint or parameters.endpoint} for {parameters.min_nodes} to "
@@ -136,6 +140,24 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         + (", in place of the static one, which waits for all" if parameters.backend == "static" else "")
     )
     return ElasticRendezvous(create_handler(store, backend, parameters), parameters.backend, store, endpoint)
+
+
+def _check_same_job(store: Store, parameters: RendezvousParameters, options: Settings) -> None:
+    """End the agent where a job under other settings runs here already, before it disturbs that.
+
+    The first agent leaves its settings in the rendezvous' store.
+    """
+    mine = options.shared()
+    text = json.dumps(mine)
+    theirs = json.loads(store.compare_set(f"elastic_mnist/{parameters.run_id}/settings", "", text))
+    changed = [
+        f"{name} is {mine[name]} here and {theirs.get(name)} there" for name in mine if mine[name] != theirs.get(name)
+    ]
+    if changed:
+        _end(
+            f"{parameters.endpoint}: a job under other settings runs there: {'; '.join(changed)}; start its nodes with "
+            f"the same options, or another job with another --master_port"
+        )
 
 
 class StaticRendezvous(RendezvousHandler):

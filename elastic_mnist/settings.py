@@ -19,6 +19,13 @@ from elastic_mnist.errors import SettingsError
 
 DATASETS: Final = ("mnist", "fashion_mnist", "synthetic")
 
+_OF_A_NODE: Final = frozenset(
+    {
+        *("snapshot_path", "resume_from", "accept_changes", "save_every", "save_every_steps", "keep_last"),
+        *("data_dir", "device", "threads", "hang_timeout", "event_log", "sample_log", "log_format"),
+    }
+)
+
 
 def _option(
     default: Any,  # noqa: ANN401 - an option's default may be of any of the options' types
@@ -180,6 +187,10 @@ class Settings:
         if self.event_log is not None:
             return self.event_log.absolute()
         return ((local_path(self.snapshot_path) or Path()) / "events.jsonl").absolute()
+
+    def shared(self) -> dict[str, Any]:
+        """Return the settings that all nodes of a job must have in common, as JSON-ready values."""
+        return {key: value for key, value in self.as_plain().items() if key not in _OF_A_NODE}
 
     def as_plain(self) -> dict[str, Any]:
         """Return the settings as JSON-ready values."""

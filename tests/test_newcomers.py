@@ -45,12 +45,13 @@ def test_newcomer_does_not_take_over(
 
 
 def test_node_with_other_options_is_refused(mnist_dir: Path, tmp_path: Path) -> None:
-    """An agent that joins with another seed is turned away by name, and the job it came to goes on and finishes."""
+    """An agent that comes with another seed is turned away by name, and the job that runs there does not notice."""
     port = free_port()
     with agent(tmp_path / "first", mnist_dir, port, address="127.0.0.2") as first:
         first.wait_for_step(3)
         # By its address it would be rank 0, and turn the others away.
         with agent(tmp_path / "second", mnist_dir, port, address="127.0.0.1", options=["--seed=9"]) as stranger:
             assert stranger.wait() == 2
-            assert "seed is 9 here and 0 at rank 0" in stranger.output
-        first.finish()
+            assert "seed is 9 here and 0 there" in stranger.output
+            assert "--master_port" in stranger.output
+        assert first.finish()["num_restarts"] == 0
