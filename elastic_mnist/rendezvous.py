@@ -28,7 +28,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -41,7 +41,9 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastic_mnist import launch
 from elastic_mnist.errors import EXIT_USAGE, UsageError
-from elastic_mnist.settings import Settings
+
+if TYPE_CHECKING:
+    from elastic_mnist.settings import Settings
 
 MODULE: Final = "elastic_mnist"
 
@@ -102,7 +104,7 @@ def _launch() -> Namespace | None:
     return None
 
 
-def _check_before_start(arguments: Namespace) -> Settings:
+def _check_before_start(arguments: Namespace) -> "Settings":
     """Return the workers' settings; end the agent with one line where they could not start.
 
     This is also where a node's data is fetched: once a node, before anybody waits in a collective.
@@ -142,7 +144,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     return ElasticRendezvous(create_handler(store, backend, parameters), parameters.backend, store, endpoint)
 
 
-def _check_same_job(store: Store, parameters: RendezvousParameters, options: Settings) -> None:
+def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Settings") -> None:
     """End the agent where a job under other settings runs here already, before it disturbs that.
 
     The first agent leaves its settings in the rendezvous' store.
@@ -150,13 +152,12 @@ def _check_same_job(store: Store, parameters: RendezvousParameters, options: Set
     mine = options.shared()
     text = json.dumps(mine)
     theirs = json.loads(store.compare_set(f"elastic_mnist/{parameters.run_id}/settings", "", text))
-    changed = [
-        f"{name} is {mine[name]} here and {theirs.get(name)} there" for name in mine if mine[name] != theirs.get(name)
-    ]
+    changed = [name for name in mine if mine[name] != theirs.get(name)]
     if changed:
+        texts = "; ".join(f"{name} is {mine[name]} here and {theirs.get(name)} there" for name in changed)
         _end(
-            f"{parameters.endpoint}: a job under other settings runs there: {'; '.join(changed)}; start its nodes with "
-            f"the same options, or another job with another --master_port"
+            f"{parameters.endpoint}: a job under other settings runs there: {texts}; start its nodes with the same "
+            f"options, or another job with another --master_port"
         )
 
 
@@ -237,6 +238,7 @@ class ElasticRendezvous(StaticRendezvous):
     def __init__(self, inner: RendezvousHandler, backend: str, store: Store, endpoint: str | None) -> None:
         super().__init__(inner, backend)
         self._store = store
+        self._endpoint = endpoint
         self._num_rounds = 0
         if endpoint is not None:
             os.environ[launch.STORE_ENDPOINT] = endpoint
@@ -252,7 +254,10 @@ class ElasticRendezvous(StaticRendezvous):
             info.store.set(key, uuid.uuid4().hex)
         os.environ[launch.GENERATION_KEY] = info.store.get(key).decode()
         if info.rank > 0:  # or this terminal would stay silent, and look like a job of its own
-            _say(f"joined as node {info.rank + 1} of {info.world_size}; the first node tells of the training")
+            _say(
+                f"joined the job at {self._endpoint} as node {info.rank + 1} of {info.world_size}; its first node "
+                f"tells of the training. For a job of its own, choose another --master_port"
+            )
         return info
 
 

@@ -52,11 +52,12 @@ class Report:
 
 def run(directory: Path, *, event_log: Path | None, run_id: str | None) -> int:
     """Print the verdict; return its exit status."""
-    events = _read_events(event_log or _look_for_event_log(directory))
-    run_id = run_id or _last_run(events)
-    entries, unreadable = _read_ledgers(directory, run_id)
+    everything, unreadable = _read_ledgers(directory)
+    run_id = run_id or _last_run(directory, everything)
+    entries = [entry for entry in everything if entry.get("run_id") == run_id]
+    event_log, events = _find_event_log(directory, event_log, run_id)
     report = audit([event for event in events if event.get("run_id") == run_id], entries, unreadable)
-    print(f"{report.verdict:9} run {run_id}")  # noqa: T201 - printing is what a tool does
+    print(f"{report.verdict:9} run {run_id}, by {event_log}")  # noqa: T201 - printing is what a tool does
     print(f"          {report.num_steps} committed steps with {report.num_samples} samples")  # noqa: T201
     print(f"          {report.num_epochs} whole epochs")  # noqa: T201
     for generation, count in sorted(report.replayed.items()):
@@ -193,32 +194,45 @@ def _judge_epoch(report: Report, shape: _Shape, epoch: int, used: Counter[int], 
             (report.unknown if kind == "not used" and report.unknown else report.invalid).append(finding)
 
 
-def _look_for_event_log(directory: Path) -> Path:
-    places = [directory / "events.jsonl", directory.parent / "events.jsonl"]
-    places += [directory.parent / "snapshots" / "events.jsonl"]
+def _find_event_log(directory: Path, named: Path | None, run_id: str) -> tuple[Path, list[Entry]]:
+    """Return the event log that tells of the run, and its events: the one named, or one beside the ledgers."""
+    parent = directory.absolute().parent
+    places = (
+        [named]
+        if named
+        else [directory / "events.jsonl", *sorted(parent.glob("*.jsonl")), *sorted(parent.glob("*/*.jsonl"))]
+    )
     for place in places:
-        if place.is_file():
-            return place
-    raise UsageError(f"{directory}: no event log beside it; name it with --event_log")
+        if not named and not place.is_file():
+            continue
+        events = _read_events(place)
+        if any(event.get("run_id") == run_id for event in events):
+            return place, events
+    looked = f"--event_log {named}: does not" if named else f"{directory}: no event log beside it does"
+    raise UsageError(f"{looked} tell of run {run_id}; name another with --event_log or --run_id")
 
 
 def _read_events(path: Path) -> list[Entry]:
     try:
         lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UsageError(f"--event_log {path}: {error.strerror}; name the job's event log") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text"
+        raise UsageError(f"--event_log {path}: {reason}; name the job's event log") from None
     return [event for event in map(_parse, lines) if event is not None and "event" in event]
 
 
-def _last_run(events: list[Entry]) -> str:
-    runs = [event["run_id"] for event in events if event["event"] == "run.started"]
-    if not runs:
-        raise UsageError("the event log tells of no run; name another with --event_log")
-    return str(runs[-1])
+def _last_run(directory: Path, entries: list[Entry]) -> str:
+    """Return the run that wrote the last line of the ledger that was written last."""
+    for path in sorted(directory.glob("rank-*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True):
+        for line in reversed(path.read_text(errors="replace").splitlines()):
+            entry = _parse(line)
+            if entry is not None and "run_id" in entry:
+                return str(entry["run_id"])
+    raise UsageError(f"{directory}: none of its {len(entries)} lines names a run; name one with --run_id")
 
 
-def _read_ledgers(directory: Path, run_id: str) -> tuple[list[Entry], list[str]]:
-    """Return the run's lines of all ranks, and what could not be read."""
+def _read_ledgers(directory: Path) -> tuple[list[Entry], list[str]]:
+    """Return the lines of all ranks, and what could not be read."""
     paths = sorted(directory.glob("rank-*.jsonl")) if directory.is_dir() else []
     if not paths:
         raise UsageError(f"{directory}: no ledgers there; name the directory that --sample_log named")
@@ -228,7 +242,7 @@ def _read_ledgers(directory: Path, run_id: str) -> tuple[list[Entry], list[str]]
             entry = _parse(line)
             if entry is None or not {"generation", "epoch", "step", "micro_batch", "indices"} <= set(entry):
                 unreadable.append(f"{path.name} line {number} is not readable")
-            elif entry.get("run_id") == run_id:
+            else:
                 entries.append(entry)
     return entries, unreadable
 

@@ -38,8 +38,10 @@ def _parser() -> argparse.ArgumentParser:
 
     audit = tools.add_parser("audit", help="check that each sample of each epoch was used exactly once")
     audit.add_argument("directory", type=Path, metavar="DIR", help="what --sample_log named")
-    audit.add_argument("--event_log", type=Path, help="the job's event log (default: looked for beside DIR)")
-    audit.add_argument("--run_id", help="the run (default: the last one in the event log)")
+    audit.add_argument(
+        "--event_log", type=Path, help="the job's event log (default: one near DIR that tells of the run)"
+    )
+    audit.add_argument("--run_id", help="the run (default: the one that wrote last)")
 
     verify = tools.add_parser("verify", help="check a snapshot, or compare two bit by bit")
     verify.add_argument("snapshot", metavar="SNAPSHOT", help="a .pt file, or a directory or URL for its newest")
