@@ -4,6 +4,7 @@ The ledgers are written by the real ledger from the real sampler; then one thing
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -419,10 +420,13 @@ def test_what_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
     """No ledgers, no event log beside them, one that is named and not there: status 2 and one line with the way out."""
     run = Run(tmp_path / _made(tmp_path, "run")[0])
     (nothing,) = _made(tmp_path, "nothing")
+    alone = tmp_path / "far" / "away" / "ledger"
+    shutil.copytree(run.directory, alone)
     for arguments, words in (
         ((tmp_path / nothing, "--event_log", run.event_log), ("no ledgers there", "--sample_log")),
         ((tmp_path / "nowhere", "--event_log", run.event_log), ("no ledgers there", "--sample_log")),
-        ((tmp_path / nothing,), ("no event log beside it", "--event_log")),
+        ((alone,), ("no event log beside it", RUN_ID, "--event_log")),
+        ((alone, "--event_log", run.event_log, "--run_id", "other"), ("does not tell of run other", "--run_id")),
         ((run.directory, "--event_log", tmp_path / "nowhere"), ("--event_log", "nowhere", "No such file")),
     ):
         done = tool(*arguments)

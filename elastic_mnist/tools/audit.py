@@ -57,7 +57,9 @@ def run(directory: Path, *, event_log: Path | None, run_id: str | None) -> int:
     entries = [entry for entry in everything if entry.get("run_id") == run_id]
     event_log, events = _find_event_log(directory, event_log, run_id)
     report = audit([event for event in events if event.get("run_id") == run_id], entries, unreadable)
-    print(f"{report.verdict:9} run {run_id}, by {event_log}")  # noqa: T201 - printing is what a tool does
+    print(f"{report.verdict:9} run {run_id}")  # noqa: T201 - printing is what a tool does
+    if report.verdict != "valid":
+        print(f"          by the event log {event_log}")  # noqa: T201
     print(f"          {report.num_steps} committed steps with {report.num_samples} samples")  # noqa: T201
     print(f"          {report.num_epochs} whole epochs")  # noqa: T201
     for generation, count in sorted(report.replayed.items()):
@@ -197,11 +199,8 @@ def _judge_epoch(report: Report, shape: _Shape, epoch: int, used: Counter[int], 
 def _find_event_log(directory: Path, named: Path | None, run_id: str) -> tuple[Path, list[Entry]]:
     """Return the event log that tells of the run, and its events: the one named, or one beside the ledgers."""
     parent = directory.absolute().parent
-    places = (
-        [named]
-        if named
-        else [directory / "events.jsonl", *sorted(parent.glob("*.jsonl")), *sorted(parent.glob("*/*.jsonl"))]
-    )
+    near = [directory / "events.jsonl", *sorted(parent.glob("*.jsonl")), *sorted(parent.glob("*/*.jsonl"))]
+    places = [named] if named else near
     for place in places:
         if not named and not place.is_file():
             continue
