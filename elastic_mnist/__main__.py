@@ -5,10 +5,11 @@
 Each way to end is told here, once: 0 finished, 2 something for the user to put right, 1 a failure.
 """
 
+import contextlib
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, TextIO
 
 from elastic_mnist.errors import EXIT_FAILURE, EXIT_USAGE, AlreadyTold, PeerLost, TrainingError, UsageError
 from elastic_mnist.launch import Place
@@ -81,8 +82,11 @@ def _end(status: int) -> NoReturn:
     Ordinary interpreter exit would wait for lanes in the middle of a micro-batch and for a process group whose peers
     are gone, and after a job's good end torch's threads abort it now and then.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    streams: list[TextIO | None] = [sys.stdout, sys.stderr]
+    for stream in streams:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            if stream is not None:
+                stream.flush()
     os._exit(status)
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import structlog
 
@@ -75,9 +75,11 @@ class _Stream:
     """Standard output or error as structlog's sink; a reader that has gone away is no error."""
 
     def __init__(self, *, to_stderr: bool) -> None:
-        self._file = sys.stderr if to_stderr else sys.stdout
+        self._file: TextIO | None = sys.stderr if to_stderr else sys.stdout  # None where it was closed at the start
 
     def msg(self, line: str) -> None:
+        if self._file is None:
+            return
         try:
             self._file.write(line + "\n")
             self._file.flush()
@@ -146,8 +148,8 @@ def configure(path: Path | None, *, rank: int, world_size: int, log_format: str)
     global _file  # noqa: PLW0603 - one event log a process
     _file = _JsonLines(path)
     identify(rank=rank, world_size=world_size)
-    stream = sys.stdout if rank == 0 else sys.stderr
-    plain = log_format == "json" or (log_format == "auto" and not stream.isatty())
+    stream: TextIO | None = sys.stdout if rank == 0 else sys.stderr
+    plain = log_format == "json" or (log_format == "auto" and (stream is None or not stream.isatty()))
     renderers = (
         [structlog.processors.JSONRenderer(default=str)]
         if plain

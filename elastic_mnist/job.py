@@ -4,10 +4,11 @@ Imports of a restart are on the critical path of every recovery: what only some 
 it.
 """
 
+import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_mnist import data, environment, events, model
 from elastic_mnist.allreduce import AllReduceGradient
-from elastic_mnist.errors import StoreError, TrainingError
+from elastic_mnist.errors import StoreError, TrainingError, UsageError
 from elastic_mnist.evaluation import Evaluation, evaluate
 from elastic_mnist.events import log
 from elastic_mnist.gradients import ExactGradient, GradientSync, Problem
@@ -77,12 +78,14 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
     settings, world, dataset = job.settings, job.world, job.dataset
     network = model.build(settings.seed)
     if state is not None:
-        network.load_state_dict(state["model"])
+        with fits(start, "model"):
+            network.load_state_dict(state["model"])
     network.to(job.device)
     wrapped = world.wrap(network)
     optimizer = torch.optim.Adam(network.parameters(), lr=settings.lr, betas=_ADAM_BETAS)
     if state is not None:
-        optimizer.load_state_dict(state["optimizer"])
+        with fits(start, "optimizer"):
+            optimizer.load_state_dict(state["optimizer"])
 
     lanes = Lanes(num_lanes(job))
     gradient = build_gradient(job, start, network, wrapped, lanes)
@@ -127,13 +130,26 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
     )
     if state is not None:
         training.position = position_of(state)
-        training.progress = Progress(**state["progress"])
+        with fits(start, "progress"):
+            training.progress = Progress(**state["progress"])
         if start.source == "file":
             training.progress.productive_seconds = 0.0  # another run's
         else:
             training.saved_step = training.position.step
     training.finished_step(training.position.step)
     return training, network
+
+
+@contextlib.contextmanager
+def fits(start: Start, field: str) -> Iterator[None]:
+    """Tell of a field of a snapshot that is of another network or program."""
+    try:
+        yield
+    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{start.path}: its field {field} does not fit: {reason}; resume from another snapshot"
+        ) from error
 
 
 def build_gradient(

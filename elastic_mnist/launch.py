@@ -66,7 +66,7 @@ class Place:
             host, _, port = (
                 shared.rpartition(":") if shared else (environment["MASTER_ADDR"], "", environment["MASTER_PORT"])
             )
-            return cls(
+            place = cls(
                 rank=int(environment["RANK"]),
                 world_size=int(environment["WORLD_SIZE"]),
                 local_rank=int(environment.get("LOCAL_RANK", "0")),
@@ -82,3 +82,9 @@ class Place:
             raise UsageError(
                 f"environment: RANK is set, but {error} does not fit; start with torchrun, or unset RANK"
             ) from None
+        if not (0 <= place.rank < place.world_size and 0 <= place.local_rank < place.local_world_size):
+            raise UsageError(
+                f"environment: RANK {place.rank} of WORLD_SIZE {place.world_size}, LOCAL_RANK {place.local_rank} of "
+                f"LOCAL_WORLD_SIZE {place.local_world_size} do not fit; start with torchrun, or unset RANK"
+            )
+        return place

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from elastic_mnist.errors import UsageError
+from elastic_mnist.events import log
 from elastic_mnist.sampler import Step
 
 
@@ -29,7 +30,8 @@ class SampleLedger:
 
     def __init__(self, directory: Path, *, rank: int, run_id: str, generation: int) -> None:
         self._head = {"run_id": run_id, "generation": generation, "rank": rank}
-        path = directory / f"rank-{rank:05d}.jsonl"
+        self._is_broken = False
+        self._path = path = directory / f"rank-{rank:05d}.jsonl"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -54,7 +56,18 @@ class SampleLedger:
             for micro_batch in step.micro_batches
         ]
         if lines:
-            os.write(self._descriptor, ("\n".join(lines) + "\n").encode())
+            self._append(("\n".join(lines) + "\n").encode())
+
+    def _append(self, text: bytes) -> None:
+        """Write; a ledger that cannot be written is told once, and never stops the training."""
+        if self._is_broken:
+            return
+        try:
+            while text:
+                text = text[os.write(self._descriptor, text) :]
+        except OSError as error:
+            self._is_broken = True
+            log.warning("ledger.failed", path=str(self._path), reason=error.strerror)
 
     def _end_torn_line(self) -> None:
         """End a line that a lost machine left half-written, so that the next one stands alone."""

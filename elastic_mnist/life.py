@@ -129,7 +129,7 @@ def tell_start(job: Job, start: Start, training: Training) -> None:
 
 def tell_end(job: Job, start: Start, training: Training, network: model.ConvNet) -> None:
     """Tell on rank 0 that the job is finished, and note in the run's record that it has been told."""
-    wall_seconds = time.time() - start.record.started_at
+    wall_seconds = max(0.0, time.time() - start.record.started_at)  # a clock may have been set back
     log.info(
         "run.finished",
         step=training.position.step,
@@ -139,7 +139,7 @@ def tell_end(job: Job, start: Start, training: Training, network: model.ConvNet)
         num_restarts=start.record.generation,
         num_lost_steps=start.record.num_lost_steps,
         wall_seconds=round(wall_seconds, 3),
-        goodput=round(training.progress.productive_seconds / max(wall_seconds, 1e-9), 4),
+        goodput=round(min(1.0, training.progress.productive_seconds / max(wall_seconds, 1e-9)), 4),
     )
     run_record.write(job.storage, replace(start.record, is_finished=True))
     ProgressMark.remove(job.mark_path)

@@ -74,6 +74,7 @@ class Settings:
         "samples in the unit of gradient work; fixed for the job's life",
         group="training",
         at_least=1,
+        at_most=1_000_000,
         shown_default="64 on a CPU, 512 on CUDA",
     )
     lr: float = _option(1e-3, "Adam's learning rate", group="training", above=0)
@@ -141,6 +142,7 @@ class Settings:
         "micro-batches computed at once by a process on a CPU; changes no bit of the result under exact",
         group="compute",
         at_least=1,
+        at_most=1024,
         shown_default="cores / processes on the node",
     )
     gradient_sync: str = _option(
@@ -200,7 +202,7 @@ class Settings:
 def local_path(location: str) -> Path | None:
     """Return the local path that `location` names, None where it is another store's URL."""
     location = re.sub(r"^(file|local)://", "", location)
-    return None if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", location) else Path(location)
+    return None if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", location) else Path(location).expanduser()
 
 
 def parse(arguments: Sequence[str]) -> Settings:

@@ -161,22 +161,6 @@ def test_a_place_of_damaged_snapshots_alone_has_none(storage: LocalStorage, tmp_
     assert newest_step(storage) is None
 
 
-def test_a_place_remembers_that_it_had_snapshots(damaged: LocalStorage) -> None:
-    """Traces are found before and after a damaged snapshot was set aside, also when it was the only one."""
-    for name in (DATA_5, MANIFEST_5):
-        damaged.delete(name)
-    assert DurableTier(damaged).has_traces()
-    assert newest_step(damaged) is None
-    assert DurableTier(damaged).has_traces()
-
-
-def test_a_place_without_a_commit_has_no_traces(storage: LocalStorage) -> None:
-    """Data without a manifest is no trace, and neither is another file."""
-    storage.put(DATA_5, pack(small_state(5)))
-    storage.put("run.json", b"{}")
-    assert not DurableTier(storage).has_traces()
-
-
 def test_a_manifest_nested_beyond_reason_is_damaged() -> None:
     """JSON too deep for its parser is a damaged manifest like any other, not a crash of the job."""
     with pytest.raises(SnapshotError):

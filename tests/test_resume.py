@@ -73,11 +73,14 @@ def test_a_run_killed_before_its_first_snapshot_keeps_its_global_batch_size(plac
     assert place.decide(world_size=2).record.contract["global_batch_size"] == 24
 
 
-def test_other_settings_before_the_first_snapshot_begin_another_run(place: Place) -> None:
-    """While nothing was made, nothing is lost: a new name, generation 0 and the new contract."""
-    first, second = place.decide(), place.decide(seed=1)
-    assert second.record.run_id != first.record.run_id
-    assert (second.record.generation, second.record.contract["seed"]) == (0, 1)
+def test_other_settings_before_the_first_snapshot_are_refused_too(place: Place) -> None:
+    """The job that claimed the place may be at work, and about to save: another one is turned away."""
+    first = place.decide()
+    with pytest.raises(UsageError, match=r"seed was 0 and is now 1; .*--accept_changes$"):
+        place.decide(seed=1)
+    second = place.decide(seed=1, accept_changes=True)
+    assert second.record.run_id == first.record.run_id
+    assert (second.record.generation, second.record.contract["seed"]) == (1, 1)
 
 
 def test_the_newest_snapshot_is_gone_on_from(at_step_5: Place) -> None:

@@ -104,6 +104,13 @@ def test_a_field_of_another_kind_is_named(field: str) -> None:
         unpack(pack({**small_state(), field: [1]}))
 
 
+@pytest.mark.parametrize("field", ["epoch", "step", "samples_in_epoch"])
+def test_an_impossible_position_is_named(field: str) -> None:
+    """A position below zero is no position."""
+    with pytest.raises(SnapshotError, match=f"its field {field} is -1"):
+        unpack(pack({**small_state(), field: -1}))
+
+
 @pytest.mark.parametrize(
     "content",
     [{}, [1, 2], torch.zeros(3), {"format": "another"}, {"model": {"weight": torch.zeros(2)}}, {1: 2}, None],

@@ -194,10 +194,6 @@ class DurableTier:
                 self._reject(manifest.name, str(error))
         return None
 
-    def has_traces(self) -> bool:
-        """Whether snapshots were ever committed here, be they whole or set aside."""
-        return any(_MANIFEST_NAME.fullmatch(name.removesuffix(_ASIDE)) for name in self._storage.names())
-
     def path(self, manifest: Manifest) -> str:
         """Return where a snapshot is."""
         return self._storage.path(manifest.data_name)

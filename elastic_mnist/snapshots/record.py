@@ -21,6 +21,16 @@ from elastic_mnist.snapshots.storage import Storage
 
 NAME: Final = "run.json"
 
+_KINDS: Final[dict[str, type | tuple[type, ...]]] = {
+    "run_id": str,
+    "generation": int,
+    "started_at": (int, float),
+    "num_lost_steps": int,
+    "is_finished": bool,
+    "contract": dict,
+    "resumed_from": (str, type(None)),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
@@ -73,7 +83,10 @@ class RunRecord:
 
     @classmethod
     def from_plain(cls, content: dict[str, Any]) -> "RunRecord":
-        """Build a record from what `to_plain` returned."""
+        """Build a record from what `to_plain` returned; raises `KeyError` or `TypeError` for anything else."""
+        for name, kind in _KINDS.items():
+            if not isinstance(content[name], kind):
+                raise TypeError(f"{name} is {content[name]!r}")
         return cls(**{field.name: content[field.name] for field in fields(cls)})
 
 

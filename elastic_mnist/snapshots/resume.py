@@ -82,15 +82,16 @@ def decide(
             known = recorded.contract  # a run from this file that was lost before its first snapshot
     else:
         source = "fresh"
-        if recorded is not None and (tier.has_traces() or not differences(recorded.contract, asked)):
-            known = recorded.contract  # a run that was lost before its first snapshot, or whose snapshots are damaged
+        if recorded is not None:
+            # A run that was lost before its first snapshot, or whose snapshots are damaged, or that is at work now.
+            known = recorded.contract
 
     path = None if found is None else found.path
     if known is None:
         contract = resolve(asked, world_size=world_size, device_type=device_type)
     else:
         contract = _agreed(known, asked, settings, path or storage.location, world_size)
-        _check_mid_epoch(contract, found)
+        _check_mid_epoch(contract, found, asked)
         if contract != known:
             log.warning("run.settings_changed", changed=differences(known, asked))
     new_run = RunRecord.new(contract, started_at=time.time(), resumed_from=path if source == "file" else None)
@@ -155,10 +156,12 @@ def _go_on(start: Start, recorded: RunRecord, contract: Contract, position: Posi
     return replace(start, record=record, num_lost_steps=num_lost_steps)
 
 
-def _check_mid_epoch(contract: Contract, found: Snapshot | None) -> None:
+def _check_mid_epoch(contract: Contract, found: Snapshot | None, asked: Contract) -> None:
     """Refuse another order of samples in the middle of an epoch: "each sample once" would have no meaning."""
     if found is None or not found.state["samples_in_epoch"]:
         return
+    if found.state["samples_in_epoch"] >= found.state["contract"].get("train_samples", asked["train_samples"]):
+        raise UsageError(f"{found.path}: samples_in_epoch lies beyond the epoch's end; name another snapshot")
     changed = [name for name in _ORDER if found.state["contract"].get(name) != contract[name]]
     if changed:
         raise UsageError(

@@ -67,8 +67,8 @@ def unpack(data: bytes) -> State:
     except Exception as error:
         # torch's advice on how to load it all the same is not for here.
         refused = re.search(r"WeightsUnpickler error: (.*)", str(error))
-        reason = refused[1] if refused else (str(error).splitlines() or [type(error).__name__])[0]
-        raise SnapshotError(f"not readable as plain data: {reason[:200]}") from error
+        lines = (refused[1] if refused else str(error)).strip().splitlines() or [type(error).__name__]
+        raise SnapshotError(f"not readable as plain data: {lines[0][:200]}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise SnapshotError(f"not of the format {FORMAT}")
     version = state.get("version")
@@ -79,6 +79,9 @@ def unpack(data: bytes) -> State:
     for name, kind in _FIELDS.items():
         if not isinstance(state.get(name), kind):
             raise SnapshotError(f"its field {name} is missing or not a {kind.__name__}")
+    for name in ("epoch", "step", "samples_in_epoch"):
+        if state[name] < 0:
+            raise SnapshotError(f"its field {name} is {state[name]}")
     return state
 
 

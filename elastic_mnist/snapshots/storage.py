@@ -13,12 +13,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import fsspec
 
 from elastic_mnist.errors import StoreError
 from elastic_mnist.settings import local_path
+
+_LEFTOVER: Final = re.compile(r"\.(run\.json|step-\d{8,}\.(pt|json))\.\d+\.tmp")
+"""The temporary files of interrupted writes; other hidden files are the user's."""
 
 
 class Storage(ABC):
@@ -97,8 +100,9 @@ class LocalStorage(Storage):
         """Make the directory, and remove the temporary files of interrupted writes."""
         with self._access("create it"):
             self._directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self._directory.glob(".*.tmp"):
-                leftover.unlink(missing_ok=True)
+            for path in self._directory.iterdir():
+                if _LEFTOVER.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     def names(self) -> list[str]:
         """List the directory; temporary files are not objects."""
@@ -117,6 +121,7 @@ class LocalStorage(Storage):
         """Write, sync, rename, sync."""
         temporary = self._directory / f".{name}.{os.getpid()}.tmp"
         with self._access(f"write {name}"):
+            self._directory.mkdir(parents=True, exist_ok=True)  # also where somebody has removed it meanwhile
             try:
                 with temporary.open("wb") as file:
                     file.write(data)
