@@ -65,6 +65,7 @@ class PlainGradient(ExactGradient):
         def compute(lane: int, micro_batch: MicroBatch) -> None:
             loss = self._problem.loss(micro_batch, epoch=step.epoch, step_index=step_index)
             self._sums[lane].add(torch.autograd.grad(loss, self._parameters))
+            loss.item()  # which any trainer reports
 
         self._lanes.run(compute, step.micro_batches)
         first, *others = self._sums

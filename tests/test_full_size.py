@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from harness import Event, Job, plain, standalone, torchrun
+from harness import Event, Job, free_port, plain, standalone, torchrun
 
 from elastic_mnist.tools import audit
 
@@ -21,10 +21,11 @@ NUM_STEPS = 590  # 5 epochs of 118
 
 def test_five_epochs_with_ten_kills(mnist_dir: Path, tmp_path: Path) -> None:
     """Five epochs at the defaults reach 0.99, and with ten kills and two processes end with the very same weights."""
-    line = torchrun("--max_restarts=3", "--nnodes=1:2")
+    line = torchrun("--max_restarts=3", "--nnodes=1:2", f"--master_port={free_port()}")
     with Job(tmp_path / "undisturbed", mnist_dir, line) as job:
         undisturbed = job.finish(within=3600)
     assert undisturbed["step"] == NUM_STEPS
+    assert undisturbed["num_restarts"] == 0
     assert undisturbed["test_accuracy"] >= 0.99
     options = ("--global_batch_size=512", "--save_every_steps=10", "--sample_log=ledger")
     choose = random.Random(7)  # noqa: S311 - repeatable, not secret
