@@ -1,6 +1,6 @@
 """Thirty kills in a row, at random ranks and steps, under the launcher line of the README; all recovered.
 
-A command of its own, about six minutes on two cores:
+A command of its own, about three minutes on two cores:
 
     scripts/test -m slow tests/test_kills.py
 
