@@ -205,7 +205,7 @@ class StaticRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the bootstrap address is the agent's: never, see `_create`."""
+        """Whether the bootstrap address is the agent's own; never in an elastic rendezvous, see `_create`."""
         return self._inner.use_agent_store
 
     def is_closed(self) -> bool:
