@@ -5,9 +5,11 @@
     │   ├── SettingsError     an option has a value that cannot work
     │   ├── DataError         the data set is missing, damaged or foreign
     │   └── StoreError        the snapshot path cannot be read or written
+    │       └── StoreConflict another writer was there first
     ├── SnapshotError         one snapshot is damaged or unfit; another may serve
     ├── TrainingError         the training itself cannot go on
-    └── PeerLost              another rank is gone; the next generation goes on
+    ├── PeerLost              another rank is gone; the next generation goes on
+    └── Fenced                the next generation is at work already
 
 A ``UsageError`` is one line that names the value, the limit and the way out. It is printed as it
 stands, without a traceback, and starting the same command again would end the same way.
@@ -42,6 +44,10 @@ class StoreError(UsageError):
     """The snapshot path cannot be read or written; never to be read as "there is no snapshot"."""
 
 
+class StoreConflict(StoreError):  # noqa: N818 - another writer is no fault of this one
+    """An object is no longer at the version that this process last saw: another one writes there too."""
+
+
 class AlreadyTold(UsageError):  # noqa: N818 - what is left of an error
     """A usage error that people have been told of; what is left is to end with its status."""
 
@@ -56,3 +62,7 @@ class TrainingError(ElasticMnistError):
 
 class PeerLost(ElasticMnistError):  # noqa: N818 - it is an event of the world, not a fault of this process
     """A collective failed because another rank is gone; this generation is over."""
+
+
+class Fenced(ElasticMnistError):  # noqa: N818 - the same
+    """A newer generation has taken over; what this one would write must not be written."""

@@ -26,14 +26,14 @@ for number in count(int(sys.argv[2])):
 KILLED_BEFORE_A_LINE = """
 import os, signal, sys
 from pathlib import Path
-from elastic_mnist.snapshots import storage
+from elastic_mnist.snapshots.storage import local
 
-place, limit = storage.LocalStorage(Path(sys.argv[1])), int(sys.argv[2])
+place, limit = local.LocalStorage(Path(sys.argv[1])), int(sys.argv[2])
 num_lines = 0
 
 def trace(frame, kind, value):
     global num_lines
-    if frame.f_code.co_filename != storage.__file__:
+    if frame.f_code.co_filename != local.__file__:
         return None
     if kind == "line":
         if num_lines == limit:
