@@ -10,14 +10,18 @@ Global rank 0 alone writes, and decides what to believe; see `resume` for how th
 import hashlib
 import json
 import re
+import stat
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, Literal, overload
 
 from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.events import log
 from elastic_mnist.sampler import Position
-from elastic_mnist.snapshots.state import State, position_of, unpack
+from elastic_mnist.settings import local_path
+from elastic_mnist.snapshots import foreign
+from elastic_mnist.snapshots.foreign import ForeignFile
+from elastic_mnist.snapshots.state import State, checked, is_own, position_of, read_plain, unpack
 from elastic_mnist.snapshots.storage import Storage, open_storage
 
 _MANIFEST_NAME: Final = re.compile(r"step-(\d{8,})\.json")
@@ -229,24 +233,30 @@ class DurableTier:
             self._storage.delete(f"step-{step:08d}.pt")
 
 
-def find(location: str, *, named: str) -> Snapshot:
+@overload
+def find(location: str, *, named: str) -> Snapshot: ...
+
+
+@overload
+def find(location: str, *, named: str, allow_foreign: Literal[True]) -> Snapshot | ForeignFile: ...
+
+
+def find(location: str, *, named: str, allow_foreign: bool = False) -> Snapshot | ForeignFile:
     """Return the snapshot that a user names: a file, or the newest valid one at a place.
 
     A file is checked against its manifest where that lies beside it; of a copy of the file alone, its format is all
     there is to check. Nothing is changed there.
 
     Args:
-        location: file, directory or URL.
+        location: file, directory or URL; see `locate`.
         named: what names it to the user; stands in every error.
+        allow_foreign: whether a file may be another program's (see `foreign`); at a place, ours alone are looked for.
 
     Raises:
-        SnapshotError: what is there is damaged.
+        SnapshotError: what is there is damaged, or does not fit.
         UsageError: nothing is there, or it cannot be accessed.
     """
-    directory, _, name = location.rpartition("/") if location.endswith(".pt") else (location, "", None)
-    if name is not None and not directory:
-        directory = "/" if location.startswith("/") else "."
-    storage = open_storage(directory, named=named)
+    storage, name = locate(location, named=named)
     tier = DurableTier(storage, read_only=True)
     if name is None:
         newest = tier.newest_valid()
@@ -256,15 +266,51 @@ def find(location: str, *, named: str) -> Snapshot:
             raise SnapshotError(f"{named} {location}: all of the {tier.num_rejected} snapshots there are damaged")
         raise UsageError(f"{named} {location}: no snapshot there; name another")
     try:
-        manifest_name = name.removesuffix(".pt") + ".json"
-        if manifest_name in storage.names():
-            return tier.load(Manifest.from_json(storage.get(manifest_name), manifest_name))
+        manifest = manifest_beside(storage, name)
+        if manifest is not None:
+            return tier.load(manifest)
         data = storage.get(name)
-        return Snapshot(path=storage.path(name), data=data, state=unpack(data), manifest=None)
+        content = read_plain(data)
+        if allow_foreign and not is_own(content):
+            return ForeignFile(path=storage.path(name), size_bytes=len(data), foreign=foreign.of(content))
+        return Snapshot(path=storage.path(name), data=data, state=checked(content), manifest=None)
     except FileNotFoundError:
         raise UsageError(f"{named} {location}: no such file; name another") from None
     except SnapshotError as error:
         raise SnapshotError(f"{named} {location}: {error}") from None
+
+
+def locate(location: str, *, named: str) -> tuple[Storage, str | None]:
+    """Return the place that a user means, and the name of the file there; None where the place itself is meant.
+
+    Of a URL, and of a path where nothing is, the last part is a file's name where it has a suffix and no slash follows.
+    """
+    has_suffix = re.search(r"[^/]\.[A-Za-z]\w*$", location) is not None
+    path = local_path(location)
+    if path is not None:
+        try:
+            mode = path.stat().st_mode
+        except (OSError, ValueError):  # whoever reads there tells why it cannot be
+            mode = 0
+        if mode and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe, which may never end
+            raise UsageError(f"{named} {location}: neither a file nor a directory; name another")
+        if stat.S_ISREG(mode) or (has_suffix and not mode):
+            return open_storage(str(path.parent), named=named), path.name
+    elif has_suffix and location.count("/") > 2:  # noqa: PLR2004 - those of the scheme, and one before the name
+        parent, _, name = location.rpartition("/")
+        return open_storage(parent, named=named), name
+    return open_storage(location, named=named), None
+
+
+def manifest_beside(storage: Storage, name: str) -> Manifest | None:
+    """Return the manifest of a data file, None where the name or the place has none; raises `SnapshotError`."""
+    if not _DATA_NAME.fullmatch(name):
+        return None
+    manifest_name = name.removesuffix(".pt") + ".json"
+    try:
+        return Manifest.from_json(storage.get(manifest_name), manifest_name)
+    except FileNotFoundError:
+        return None
 
 
 def _digest_of(content: dict[str, Any]) -> str:

@@ -4,7 +4,9 @@ Invariant: what `unpack` returns has every field, of the right kind. A file that
 another program's, is a `SnapshotError` that names it.
 """
 
+import contextlib
 import io
+import pickletools
 import re
 import warnings
 from collections.abc import Mapping
@@ -58,18 +60,35 @@ def unpack(data: bytes) -> State:
         SnapshotError: the bytes are not a whole snapshot of this package.
         StoreError: they may be one, but this process cannot read it.
     """
+    return checked(read_plain(data))
+
+
+def read_plain(data: bytes) -> object:
+    """Read whatever plain data `torch.save` wrote, by whichever program, onto the CPU; nothing of it is run.
+
+    Raises:
+        SnapshotError: it is no such data.
+        StoreError: this process cannot read it.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's remarks on a foreign file; the error says enough
-            state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+            content: object = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except (MemoryError, OSError) as error:  # this process's trouble, not the snapshot's
         raise StoreError(f"a snapshot cannot be read here: {str(error) or type(error).__name__}") from error
     except Exception as error:
-        # torch's advice on how to load it all the same is not for here.
-        refused = re.search(r"WeightsUnpickler error: (.*)", str(error))
-        lines = (refused[1] if refused else str(error)).strip().splitlines() or [type(error).__name__]
-        raise SnapshotError(f"not readable as plain data: {lines[0][:200]}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise SnapshotError(f"not readable as plain data: {_why_unreadable(data, str(error))}") from error
+    return content
+
+
+def is_own(content: object) -> bool:
+    """Whether what was read is a snapshot of this package, of any version, whole or not."""
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def checked(state: object) -> State:
+    """Return what was read, with every field of a snapshot in it; raises what `unpack` does."""
+    if not isinstance(state, dict) or not is_own(state):
         raise SnapshotError(f"not of the format {FORMAT}")
     version = state.get("version")
     if isinstance(version, int) and version > VERSION:  # whole, and not to be set aside
@@ -83,6 +102,36 @@ def unpack(data: bytes) -> State:
         if state[name] < 0:
             raise SnapshotError(f"its field {name} is {state[name]}")
     return state
+
+
+def _why_unreadable(data: bytes, message: str) -> str:
+    """Return one line out of torch's many; its advice on how to load the file all the same is not for here."""
+    wanted = re.search(r"GLOBAL (\S+)", message)
+    called = [wanted[1]] if wanted else _called_by(data)
+    if called:
+        name = re.sub(r"^posix\.", "os.", called[0])  # pickle's spelling of it
+        return f"it wants to run {name[:80]!r}; load it where you trust it, and save its state_dict() alone"
+    if not data:
+        return "it has 0 bytes"
+    refused = re.search(r"WeightsUnpickler error:\s*(.*)", message)
+    lines = (refused[1] if refused else message).strip().splitlines()
+    says_something = lines and " " in lines[0]
+    return lines[0][:200] if says_something else "it is no file of torch.save, or only a part of one"
+
+
+def _called_by(data: bytes) -> list[str]:
+    """Return what a bare pickle would call, found without running it; nothing where the bytes are no pickle."""
+    called: list[str] = []
+    texts: list[str] = []
+    with contextlib.suppress(Exception):  # whatever is found before the bytes make no sense will do
+        for opcode, argument, _ in pickletools.genops(data if data.startswith(b"\x80") else b"."):
+            if opcode.name in ("GLOBAL", "INST"):
+                called.append(str(argument).replace(" ", "."))
+            elif opcode.name == "STACK_GLOBAL":
+                called.append(".".join(texts[-2:]))
+            elif isinstance(argument, str):
+                texts.append(argument)
+    return called
 
 
 def position_of(state: State) -> Position:
