@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final, NoReturn, TextIO
 
-from elastic_mnist.errors import EXIT_FAILURE, EXIT_USAGE, AlreadyTold, PeerLost, TrainingError, UsageError
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_USAGE, AlreadyTold, Fenced, PeerLost, TrainingError, UsageError
 from elastic_mnist.launch import Place
 from elastic_mnist.lifeline import die_with_parent
 from elastic_mnist.settings import Settings, parse
@@ -54,6 +54,9 @@ def _train(settings: Settings, place: Place) -> None:
     except UsageError as error:
         world.refuse(place, str(error))
         _end(EXIT_USAGE)
+    except Fenced as error:
+        events.log.warning("run.fenced", reason=str(error), step=events.at_step())
+        _end(EXIT_FAILURE)
     except PeerLost as error:
         events.log.warning("peer.lost", reason=str(error))
         time.sleep(_GRACE_SECONDS)

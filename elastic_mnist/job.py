@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_mnist import data, environment, events, model
 from elastic_mnist.allreduce import AllReduceGradient
-from elastic_mnist.errors import StoreError, TrainingError, UsageError
+from elastic_mnist.errors import UsageError
 from elastic_mnist.evaluation import Evaluation, evaluate
-from elastic_mnist.events import log
 from elastic_mnist.gradients import ExactGradient, GradientSync, Problem
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.launch import Place
@@ -28,10 +27,12 @@ from elastic_mnist.sampler import Step
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import contract
 from elastic_mnist.snapshots.durable import DurableTier, Manifest
+from elastic_mnist.snapshots.memory import MemoryTier
 from elastic_mnist.snapshots.record import ProgressMark
 from elastic_mnist.snapshots.resume import Start
-from elastic_mnist.snapshots.state import State, pack, position_of
+from elastic_mnist.snapshots.state import State, detached, pack, position_of
 from elastic_mnist.snapshots.storage import open_storage
+from elastic_mnist.snapshots.writer import BackgroundWriter, Write
 from elastic_mnist.trainer import Progress, Training
 from elastic_mnist.world import World, choose_device, guard
 
@@ -70,6 +71,8 @@ class Job:
             )
         self.storage = open_storage(settings.snapshot_path)
         self.tier = DurableTier(self.storage, keep_last=settings.keep_last)
+        self.writer = BackgroundWriter(max_failures=settings.max_snapshot_failures)
+        self.memory: MemoryTier | None = None
         self.mark_path = settings.event_log_path.with_name(settings.event_log_path.name + ".progress")
 
 
@@ -104,16 +107,14 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
             world_size=world.size,
         )
 
-    def save(training: Training) -> None:
-        if world.rank == 0:
-            save_snapshot(job, start, training, network)
-
     def finished_step(step: int) -> None:
         events.at_step(step)
-        if world.rank == 0:
-            mark.set(step)
+        mark.set(step)
+        job.writer.check()
 
-    mark = ProgressMark(job.mark_path, run_id=start.record.run_id, generation=start.record.generation)
+    job.memory = open_memory(job, start)
+
+    mark = open_mark(job, start)
     training = Training(
         settings=settings,
         num_samples=len(dataset.train_labels),
@@ -124,7 +125,9 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
         optimizer=optimizer,
         gradient=gradient,
         evaluate=evaluate_model,
-        save=save,
+        keep=lambda training: keep(job, start, training, network),
+        save=lambda training: save(job, start, training, network),
+        settle=job.writer.settle,
         note_samples=open_ledger(job, start),
         finished_step=finished_step,
     )
@@ -135,7 +138,7 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
         if start.source == "file":
             training.progress.productive_seconds = 0.0  # another run's
         else:
-            training.saved_step = training.position.step
+            training.saved = start.saved
     training.finished_step(training.position.step)
     return training, network
 
@@ -185,26 +188,51 @@ def num_lanes(job: Job) -> int:
     return job.settings.threads or max(1, cores // job.place.local_world_size)
 
 
-def save_snapshot(job: Job, start: Start, training: Training, network: model.ConvNet) -> None:
-    """Take a durable snapshot on rank 0. One that fails is told, and the training goes on, but for the last."""
-    snapshot = pack(state_of(job, start, training, network))
-    manifest = Manifest(
-        **vars(training.position),
-        size_bytes=len(snapshot),
-        sha256=hashlib.sha256(snapshot).hexdigest(),
-        weights_sha256=model.weights_sha256(network.state_dict()),
-        settings_fingerprint=contract.fingerprint(start.record.contract),
-        run_id=start.record.run_id,
-        generation=start.record.generation,
-        created_at=time.time(),
-        test_accuracy=training.progress.test_accuracy,
-    )
-    try:
-        job.tier.save(snapshot, manifest)
-    except StoreError as error:
-        log.error("snapshot.failed", path=job.tier.path(manifest), reason=str(error))
-        if training.position.epoch >= job.settings.epochs:
-            raise TrainingError(f"the final snapshot could not be saved: {error}") from error
+def open_memory(job: Job, start: Start) -> MemoryTier | None:
+    """Return the node's memory tier for the worker that writes it; None for the others, and where there is none."""
+    path = job.place.memory_path
+    if job.place.local_rank != 0 or path is None or job.settings.memory_snapshot_every == 0:
+        return None
+    return MemoryTier(path, start.record)
+
+
+def open_mark(job: Job, start: Start) -> ProgressMark:
+    """Return what notes how far this generation came; rank 0's is written, the others' lead nowhere."""
+    path = job.mark_path if job.world.rank == 0 else None
+    return ProgressMark(path, run_id=start.record.run_id, generation=start.record.generation)
+
+
+def keep(job: Job, start: Start, training: Training, network: model.ConvNet) -> None:
+    """Keep the state in the node's memory tier, if it is time."""
+    if job.memory is not None and training.position.step % job.settings.memory_snapshot_every == 0:
+        job.memory.put(state_of(job, start, training, network))
+
+
+def save(job: Job, start: Start, training: Training, network: model.ConvNet) -> None:
+    """Begin to write a durable snapshot on rank 0: only a copy of the state is waited for."""
+    if job.world.rank > 0:
+        return
+    state = detached(state_of(job, start, training, network))
+    assert start.claim is not None
+    check_claim = start.claim.check
+
+    def write() -> None:
+        data = pack(state)
+        manifest = Manifest(
+            **vars(position_of(state)),
+            size_bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            weights_sha256=model.weights_sha256(state["model"]),
+            settings_fingerprint=contract.fingerprint(state["contract"]),
+            run_id=state["run_id"],
+            generation=state["generation"],
+            created_at=time.time(),
+            test_accuracy=state["progress"]["test_accuracy"],
+        )
+        job.tier.save(data, manifest, check_claim)
+
+    step = training.position.step
+    job.writer.submit(Write(step=step, path=job.tier.path(step), run=write))
 
 
 def state_of(job: Job, start: Start, training: Training, network: model.ConvNet) -> State:

@@ -26,6 +26,12 @@ AGENT_PID: Final = "ELASTIC_MNIST_AGENT_PID"
 SENIORITY: Final = "ELASTIC_MNIST_SENIORITY"
 """Number of generations that the agent was part of before this one."""
 
+JOB_ID: Final = "ELASTIC_MNIST_JOB_ID"
+"""One launch: its agents have it in common."""
+
+MEMORY: Final = "ELASTIC_MNIST_MEMORY"
+"""A path to the memory that the agent holds for its node's memory tier; it ends with the agent."""
+
 
 def refusal_key(agent_id: str) -> str:
     """Return the store key under which a worker tells its agent why starting it again is of no use."""
@@ -43,6 +49,8 @@ class Place:
         agent_id: the agent that started this process, where it says so.
         agent_pid: its process id, where it says so.
         seniority: number of generations that the agent was part of before this one.
+        job_id: names the launch, where the agent says so.
+        memory_path: leads to the memory that the agent holds, where it does.
     """
 
     rank: int = 0
@@ -55,6 +63,8 @@ class Place:
     agent_id: str | None = None
     agent_pid: int | None = None
     seniority: int = 0
+    job_id: str | None = None
+    memory_path: str | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place":
@@ -77,6 +87,8 @@ class Place:
                 agent_id=environment.get(AGENT_ID),
                 agent_pid=int(environment[AGENT_PID]) if AGENT_PID in environment else None,
                 seniority=int(environment.get(SENIORITY, "0")),
+                job_id=environment.get(JOB_ID),
+                memory_path=environment.get(MEMORY),
             )
         except (KeyError, ValueError) as error:
             raise UsageError(

@@ -9,16 +9,17 @@ import time
 from dataclasses import replace
 
 from elastic_mnist import environment, events, model
-from elastic_mnist.errors import AlreadyTold, StoreError, UsageError
+from elastic_mnist.errors import AlreadyTold, StoreError, TrainingError, UsageError
 from elastic_mnist.events import log
 from elastic_mnist.job import Job, build, num_lanes
 from elastic_mnist.launch import Place
 from elastic_mnist.settings import Settings
-from elastic_mnist.snapshots import contract, resume
+from elastic_mnist.snapshots import contract, memory, resume
 from elastic_mnist.snapshots import record as run_record
+from elastic_mnist.snapshots.claim import Holder
 from elastic_mnist.snapshots.record import ProgressMark
 from elastic_mnist.snapshots.resume import Start
-from elastic_mnist.snapshots.state import State
+from elastic_mnist.snapshots.state import State, pack
 from elastic_mnist.trainer import Training, train
 from elastic_mnist.world import refuse
 
@@ -41,17 +42,27 @@ def run(settings: Settings, place: Place) -> None:
         warn_of_changed_bits(job, state)
         training, network = build(job, start, state)
         tell_start(job, start, training)
-        train(training)
+        try:
+            train(training)
+        except TrainingError:
+            job.writer.give_way()  # what is being written is good
+            raise
         if job.world.rank == 0:
             tell_end(job, start, training, network)
-    job.world.barrier()  # nobody leaves before rank 0 has saved and told
+    job.world.part()  # nobody leaves before rank 0 has saved and told
+    if job.memory is not None:
+        job.memory.release()
     job.world.leave()
 
 
 def agree_on_start(job: Job) -> Start:
-    """Let rank 0 decide where to go on from, and all ranks know."""
+    """Let each node offer what it holds and rank 0 decide where to go on from; all ranks know, and have the state."""
     asked = contract.asked(job.settings, job.dataset_facts)
     in_step = contract.in_step(job.settings, job.device.type)
+    held = None
+    if job.place.memory_path is not None and job.place.local_rank == 0:
+        held = memory.read(job.place.memory_path)
+    offers = job.world.gather("offer", resume.offer_to_text(held))
     if job.world.rank != 0:
         start = resume.from_bytes(job.world.broadcast(None))
     else:
@@ -64,6 +75,8 @@ def agree_on_start(job: Job) -> Start:
                 world_size=job.world.size,
                 device_type=job.device.type,
                 mark_path=job.mark_path,
+                holder=Holder.of(job.place),
+                offers=resume.offers_from_texts(offers),
             )
         except UsageError as error:
             refuse(job.place, str(error))  # before the others know: when they end, this process is ended too
@@ -72,6 +85,9 @@ def agree_on_start(job: Job) -> Start:
         start = replace(start, asked={**asked, **in_step})
         job.world.broadcast(resume.to_bytes(start))
     resume.check_same_settings(start, {**asked, **in_step})
+    if start.holder is not None:
+        data = pack(held.state) if held is not None and start.holder == job.world.rank else None
+        start = replace(start, data=job.world.broadcast(data, source=start.holder))
     if job.world.rank > 0 and job.place.local_rank == 0:
         warn_of_unshared_snapshots(job, start)
     return start
@@ -87,7 +103,7 @@ def warn_of_unshared_snapshots(job: Job, start: Start) -> None:
         log.warning(
             "world.snapshots_not_shared",
             path=job.storage.location,
-            reason="this node does not see the run's snapshots; without the node of rank 0 the job would begin afresh",
+            reason="this node does not see the run's snapshots; if all other nodes are lost at once, so are they",
         )
 
 
@@ -141,7 +157,8 @@ def tell_end(job: Job, start: Start, training: Training, network: model.ConvNet)
         wall_seconds=round(wall_seconds, 3),
         goodput=round(min(1.0, training.progress.productive_seconds / max(wall_seconds, 1e-9)), 4),
     )
-    run_record.write(job.storage, replace(start.record, is_finished=True))
+    assert start.claim is not None
+    start.claim.finish()
     ProgressMark.remove(job.mark_path)
 
 

@@ -176,6 +176,11 @@ class StaticRendezvous(RendezvousHandler):
         self._agent_id = uuid.uuid4().hex
         os.environ[launch.AGENT_ID] = self._agent_id
         os.environ[launch.AGENT_PID] = str(os.getpid())
+        os.environ.pop(launch.JOB_ID, None)  # an agent may itself be started by another's worker
+        os.environ.pop(launch.MEMORY, None)
+        memory_path = _hold_memory()
+        if memory_path is not None:
+            os.environ[launch.MEMORY] = memory_path
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round."""
@@ -183,6 +188,9 @@ class StaticRendezvous(RendezvousHandler):
         info = self._inner.next_rendezvous()
         if self._store is None:  # the workers write to it without the agents' prefix
             self._store = getattr(info.store, "underlying_store", None)
+        if self._store is not None and launch.JOB_ID not in os.environ:
+            key = f"elastic_mnist/{self.get_run_id()}/job_id"
+            os.environ[launch.JOB_ID] = self._store.compare_set(key, "", uuid.uuid4().hex).decode()
         return info
 
     def _end_if_refused(self) -> None:
@@ -259,6 +267,26 @@ class ElasticRendezvous(StaticRendezvous):
                 f"tells of the training. For a job of its own, choose another --master_port"
             )
         return info
+
+
+def _hold_memory() -> str | None:
+    """Open a file without a name for the workers' memory tier; return a path that leads to it while this process lives.
+
+    Where the system has no such memory, an unlinked file in the temporary directory serves; where it has no /proc,
+    nothing does, and the job goes on from durable snapshots only.
+    """
+    try:
+        descriptor = os.memfd_create("elastic_mnist")
+    except (AttributeError, OSError):
+        import tempfile  # noqa: PLC0415 - seldom needed
+
+        try:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        except OSError:
+            return None
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    return path if os.path.exists(path) else None  # noqa: PTH110 - a Path would resolve the link
 
 
 def _meet(endpoint: str, connect: Callable[[], Value]) -> Value:  # noqa: RET503 - `_end` does not return

@@ -22,6 +22,7 @@ DATASETS: Final = ("mnist", "fashion_mnist", "synthetic")
 _OF_A_NODE: Final = frozenset(
     {
         *("snapshot_path", "resume_from", "accept_changes", "save_every", "save_every_steps", "keep_last"),
+        *("max_snapshot_failures", "memory_snapshot_every"),
         *("data_dir", "device", "threads", "hang_timeout", "event_log", "sample_log", "log_format"),
     }
 )
@@ -99,15 +100,29 @@ class Settings:
         0, "steps between durable snapshots, beside --save_every; 0: off", group="snapshots", at_least=0
     )
     keep_last: int = _option(3, "durable snapshots kept", group="snapshots", at_least=1)
+    max_snapshot_failures: int = _option(
+        3,
+        "durable snapshots in a row that may fail, each after several tries, before the training stops; the last "
+        "one of the job must not fail",
+        group="snapshots",
+        at_least=0,
+    )
+    memory_snapshot_every: int = _option(
+        1,
+        "steps between copies of the state into memory that outlives a worker; 0: off",
+        group="snapshots",
+        at_least=0,
+    )
     snapshot_path: str = _option(
         "snapshots",
-        "directory or fsspec URL (memory://...) of the durable snapshots; the job resumes from the newest "
+        "directory or fsspec URL (s3://..., memory://...) of the durable snapshots; the job resumes from the newest "
         "valid one there",
         group="snapshots",
     )
     resume_from: str | None = _option(
         None,
-        "start from this snapshot file or from the newest in this directory or URL, where --snapshot_path holds none",
+        "start from this snapshot file, own or another program's, or from the newest in this directory or URL, where "
+        "--snapshot_path holds none",
         group="snapshots",
         shown_default="a fresh start",
     )

@@ -48,10 +48,12 @@ class Training:
         num_samples: of the training set.
         position: what is finished.
         progress: what there is to tell of it.
-        saved_step: number of steps in the newest durable snapshot; None before the first.
+        saved: what is finished in the newest durable snapshot; None before the first.
         gradient: fills `.grad` with a step's mean gradient, the same at all ranks.
         evaluate: evaluates the model on the test set; collective.
-        save: takes a durable snapshot of the state as it stands; does nothing but at rank 0.
+        keep: keeps the state as it stands in the memory tier.
+        save: begins to write a durable snapshot of the state as it stands; does nothing but at rank 0.
+        settle: waits until the durable snapshots are written; raises `TrainingError` where the newest cannot be.
         note_samples: notes which samples this rank is about to use in a step.
         finished_step: is told after each step how many are finished.
     """
@@ -65,12 +67,14 @@ class Training:
     optimizer: torch.optim.Optimizer
     gradient: GradientSync
     evaluate: Callable[[], Evaluation]
+    keep: Callable[["Training"], None]
     save: Callable[["Training"], None]
+    settle: Callable[[], None]
     note_samples: Callable[[Step, int], None]
     finished_step: Callable[[int], None]
     position: Position = field(default_factory=Position)
     progress: Progress = field(default_factory=Progress)
-    saved_step: int | None = None
+    saved: Position | None = None
 
 
 def train(training: Training) -> None:
@@ -85,11 +89,13 @@ def train(training: Training) -> None:
     while True:
         if training.progress.num_evaluated_epochs < training.position.epoch:
             finish_epoch(training, meter)
-            if is_due(training.position.epoch, settings.save_every) or is_step_due(training):
+            training.keep(training)
+            if is_save_due(training):
                 save(training)
         if training.position.epoch >= settings.epochs:
-            if training.saved_step != training.position.step:
+            if training.saved != training.position:
                 save(training)
+            training.settle()
             return
         assert training.position.samples_in_epoch < training.num_samples  # or no step would ever come
         for step in remaining_steps(training):
@@ -106,10 +112,11 @@ def train(training: Training) -> None:
             training.position = training.position.after(step, training.num_samples)
             training.progress.epoch_loss_sum += result.loss_sum
             training.progress.productive_seconds += time.monotonic() - began
+            training.keep(training)
             training.finished_step(training.position.step)
             meter.tell(training, step, result.loss_sum / step.num_samples)
             is_inside_epoch = training.position.samples_in_epoch > 0  # at its end, the evaluation comes first
-            if is_inside_epoch and is_step_due(training):
+            if is_inside_epoch and is_save_due(training):
                 save(training)
 
 
@@ -127,20 +134,23 @@ def remaining_steps(training: Training) -> StepSampler:
     )
 
 
-def is_due(count: int, interval: int) -> bool:
-    """Whether something that happens every `interval`, never for 0, is due at `count`."""
-    return interval > 0 and count % interval == 0
+def is_due(count: int, saved_count: int, interval: int) -> bool:
+    """Whether something that happens at each multiple of `interval`, never for 0, is due since `saved_count`."""
+    return interval > 0 and count // interval > saved_count // interval
 
 
-def is_step_due(training: Training) -> bool:
-    """Whether a snapshot is due after the step just finished."""
-    return is_due(training.position.step, training.settings.save_every_steps)
+def is_save_due(training: Training) -> bool:
+    """Whether a durable snapshot is due: at its time, or at once where a killed generation could not write it."""
+    saved, settings = training.saved or Position(), training.settings
+    return is_due(training.position.epoch, saved.epoch, settings.save_every) or is_due(
+        training.position.step, saved.step, settings.save_every_steps
+    )
 
 
 def save(training: Training) -> None:
     """Take a durable snapshot of what is finished."""
     training.save(training)
-    training.saved_step = training.position.step
+    training.saved = training.position
 
 
 def learning_rate(settings: Settings, step: int, num_steps: int) -> float:

@@ -41,10 +41,12 @@ class World:
         self.device = device
         self._timeout = timedelta(seconds=timeout)
         with guard("meeting"):
-            store = _meet(place, self._timeout)
-            self.rank = _take_seat(store, place)
+            self._store = _meet(place, self._timeout)
+            self.rank = _take_seat(self._store, place)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout)
+            dist.init_process_group(
+                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=self._timeout
+            )
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add `tensor` up over all ranks, in place."""
@@ -52,8 +54,15 @@ class World:
             with guard("all-reduce"):
                 dist.all_reduce(tensor)
 
-    def broadcast(self, payload: bytes | None) -> bytes:
-        """Send rank 0's `payload` to all ranks, which pass None; checked against its digest.
+    def gather(self, name: str, text: str) -> list[str]:
+        """Return the short texts that the ranks say under a name of its own, in their order; empty but at rank 0."""
+        with guard(f"gathering of {name}"):
+            self._store.set(f"{name}/{self.rank}", text)
+            ranks = range(self.size) if self.rank == 0 else ()
+            return [self._store.get(f"{name}/{rank}").decode() for rank in ranks]
+
+    def broadcast(self, payload: bytes | None, *, source: int = 0) -> bytes:
+        """Send the `payload` of rank `source` to all ranks, which pass None; checked against its digest.
 
         Raises:
             PeerLost: a rank is gone, or what arrived is not what was sent.
@@ -66,7 +75,7 @@ class World:
             head = len(payload).to_bytes(8, "little") + hashlib.sha256(payload).digest()
             header = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         with guard("broadcast"):
-            dist.broadcast(header, src=0)
+            dist.broadcast(header, src=source)
             head = header.numpy().tobytes()
             size = int.from_bytes(head[:8], "little")
             body = (
@@ -74,15 +83,26 @@ class World:
                 if payload
                 else torch.empty(size, dtype=torch.uint8)
             )
-            dist.broadcast(body, src=0)
+            dist.broadcast(body, src=source)
         received = body.numpy().tobytes()
         if hashlib.sha256(received).digest() != head[8:]:
-            raise PeerLost(f"broadcast: the {size:,} bytes that arrived are not those that rank 0 sent")
+            raise PeerLost(f"broadcast: the {size:,} bytes that arrived are not those that rank {source} sent")
         return received
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.all_reduce(torch.zeros(1, device=self.device))
+    def part(self) -> None:
+        """Wait for rank 0, which may still be writing, however long that takes; and rank 0 for all others to know."""
+        if self.size == 1:
+            return
+        with guard("parting"):
+            if self.rank == 0:
+                self._store.set("parting", "")
+                for rank in range(1, self.size):
+                    self._store.get(f"parted/{rank}")
+                return
+            while not self._store.check(["parting"]):
+                with contextlib.suppress(dist.DistStoreError):  # not yet
+                    self._store.wait(["parting"], self._timeout)
+            self._store.set(f"parted/{self.rank}", "")
 
     def wrap(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
         """Wrap `model` in DDP, which gives all ranks rank 0's parameters."""

@@ -1,5 +1,6 @@
 """The surroundings of a small job, in which generations are started."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from states import DATASET, commit, small_state
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots import resume
+from elastic_mnist.snapshots.claim import Holder
 from elastic_mnist.snapshots.contract import asked
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.record import ProgressMark, RunRecord
-from elastic_mnist.snapshots.resume import Start
+from elastic_mnist.snapshots.resume import Offer, Start
 from elastic_mnist.snapshots.storage import LocalStorage, Storage
+
+HOLDER = Holder(job_id="job", host="host", pid=1, pid_started=1)
 
 
 class Place:
@@ -31,6 +35,8 @@ class Place:
         device_type: str = "cpu",
         dataset: dict[str, Any] = DATASET,
         storage: Storage | None = None,
+        holder: Holder = HOLDER,
+        offers: Sequence[Offer] = (),
         **options: Any,  # noqa: ANN401 - the options of `Settings`
     ) -> Start:
         """Decide as rank 0 of a generation started with some options."""
@@ -44,6 +50,8 @@ class Place:
             world_size=world_size,
             device_type=device_type,
             mark_path=self.mark_path,
+            holder=holder,
+            offers=offers,
         )
 
     def commit(self, step: int, **changes: Any) -> None:  # noqa: ANN401 - what `small_state` takes
@@ -63,7 +71,7 @@ class Place:
 
     def finish(self) -> None:
         """Note in the record, as the recorded generation does with its last word, that the run is finished."""
-        run_record.write(self.storage, replace(self.record(), is_finished=True))
+        self.storage.put(run_record.NAME, replace(self.record(), is_finished=True).to_json())
 
     def files(self) -> dict[str, tuple[int, bytes]]:
         """Return all that a write to the snapshots would change."""

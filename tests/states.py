@@ -1,5 +1,6 @@
 """Small whole snapshots, for the tests of what becomes of them."""
 
+import contextlib
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,7 +92,7 @@ class Fault:
 
     at: int | None
     raises: BaseException
-    of: tuple[str, ...] = ("names", "get", "put", "delete", "rename", "create")
+    of: tuple[str, ...] = ("names", "get", "put", "version", "put_if", "delete", "rename", "create")
     is_done: bool = False
     num_fired: int = 0
     seen: list[str] = field(default_factory=list)
@@ -114,7 +115,8 @@ class FaultyStorage(Storage):
         if fault.at is not None and fault.at != len(fault.seen) - 1:
             return call(*arguments)
         if fault.is_done:
-            call(*arguments)
+            with contextlib.suppress(FileNotFoundError):
+                call(*arguments)
         fault.num_fired += 1
         raise fault.raises
 
@@ -135,6 +137,16 @@ class FaultyStorage(Storage):
     def put(self, name: str, data: bytes) -> None:
         """Put an object, or fail."""
         self._run("put", name, data)
+
+    def version(self, name: str) -> str | None:
+        """Look at an object, or fail."""
+        version: str | None = self._run("version", name)
+        return version
+
+    def put_if(self, name: str, data: bytes, version: str | None) -> str:
+        """Put an object on a condition, or fail."""
+        new_version: str = self._run("put_if", name, data, version)
+        return new_version
 
     def delete(self, name: str) -> None:
         """Delete an object, or fail."""
@@ -159,9 +171,8 @@ class ForgetfulStorage(FaultyStorage):
         self._forgotten = forgotten
         self._instead = instead
 
-    def put(self, name: str, data: bytes) -> None:
-        """Put an object, or something else in its place."""
+    def put_if(self, name: str, data: bytes, version: str | None) -> str:
+        """Put an object on a condition, or something else in its place."""
         if name != self._forgotten:
-            super().put(name, data)
-        elif self._instead is not None:
-            super().put(name, self._instead)
+            return super().put_if(name, data, version)
+        return "" if self._instead is None else super().put_if(name, self._instead, version)

@@ -10,6 +10,7 @@ import torch
 from places import Place
 from states import DATASET, small_state
 
+from elastic_mnist import launch
 from elastic_mnist.errors import StoreError, UsageError
 from elastic_mnist.life import agree_on_start
 from elastic_mnist.settings import Settings
@@ -61,8 +62,13 @@ class OneMessage:
         self.rank, self.size = 0, 2
         self._message = b""
 
-    def broadcast(self, payload: bytes | None) -> bytes:
+    def gather(self, _name: str, text: str) -> list[str]:
+        """Return what rank 0 knows of itself; rank 1 has not spoken yet."""
+        return [text, ""] if self.rank == 0 else []
+
+    def broadcast(self, payload: bytes | None, *, source: int = 0) -> bytes:
         """Keep rank 0's message, or return it."""
+        assert source == 0
         self._message = self._message if payload is None else payload
         return self._message
 
@@ -77,7 +83,7 @@ def agreed(place: Place, *settings: Settings, devices: tuple[str, str] = ("cpu",
             dataset_facts=DATASET,
             device=torch.device(devices[rank]),
             world=world,
-            place=SimpleNamespace(local_rank=rank),
+            place=launch.Place(rank=rank, local_rank=rank, world_size=2, local_world_size=2),
             storage=place.storage,
             tier=DurableTier(place.storage),
             mark_path=place.mark_path,

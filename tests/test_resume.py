@@ -170,7 +170,7 @@ def test_a_lost_record_does_not_let_other_settings_in(at_step_5: Place) -> None:
 def test_anothers_record_is_not_believed(at_step_5: Place, tmp_path: Path) -> None:
     """Beside a run.json of another run the snapshot's own run goes on."""
     run_id = at_step_5.record().run_id
-    run_record.write(at_step_5.storage, Place(tmp_path / "other").decide(seed=9).record)
+    at_step_5.storage.put(run_record.NAME, Place(tmp_path / "other").decide(seed=9).record.to_json())
     start = at_step_5.decide()
     assert (start.source, start.record.run_id, start.record.contract["seed"]) == ("storage", run_id, 0)
 

@@ -32,7 +32,7 @@ def training_of(
     *,
     position: Position = Position(),  # noqa: B008 - frozen
     num_evaluated_epochs: int | None = None,
-    saved_step: int | None = None,
+    saved: Position | None = None,
     num_samples: int = NUM_SAMPLES,
     bad_step: int | None = None,
     at_gradient: Callable[[torch.optim.Optimizer], None] = lambda _: None,
@@ -44,7 +44,7 @@ def training_of(
         options: of the job.
         position: what is finished.
         num_evaluated_epochs: epochs that have been evaluated; None: all that are finished.
-        saved_step: step of the newest snapshot.
+        saved: what is finished in the newest snapshot.
         num_samples: of the training set.
         bad_step: index of a step whose gradient has a bad micro-batch.
         at_gradient: is given the optimizer in each step.
@@ -72,14 +72,16 @@ def training_of(
         optimizer=torch.optim.Adam([weight], lr=options.lr),
         gradient=gradient,
         evaluate=evaluate,
+        keep=lambda training: calls.append(("keep", training.position.step)),
         save=lambda training: calls.append(("save", training.position.step)),
+        settle=lambda: calls.append(("settle", training.position.step)),
         note_samples=lambda _step, index: calls.append(("note", index)),
         finished_step=lambda step: calls.append(("finished", step)),
         position=position,
         progress=Progress(
             num_evaluated_epochs=position.epoch if num_evaluated_epochs is None else num_evaluated_epochs
         ),
-        saved_step=saved_step,
+        saved=saved,
     )
     return training
 
@@ -123,7 +125,9 @@ def test_snapshots_are_saved_at_the_steps_asked_for(
     by_epoch = {e * num_steps_per_epoch for e in range(1, epochs + 1) if save_every and e % save_every == 0}
     by_step = {step for step in range(1, num_steps + 1) if save_every_steps and step % save_every_steps == 0}
     wanted = sorted(step for step in by_epoch | by_step | {num_steps} if step > begin)
-    calls = trained(options, position=after(begin, num_samples), num_samples=num_samples, saved_step=begin)
+    calls = trained(
+        options, position=after(begin, num_samples), num_samples=num_samples, saved=after(begin, num_samples)
+    )
     assert of("save", calls) == wanted
 
 
@@ -138,27 +142,58 @@ def test_a_snapshot_at_an_epochs_end_comes_after_its_evaluation(
     for epoch in range(1, epochs + 1):
         end = epoch * num_steps_per_epoch
         at = calls.index(("finished", end))
-        assert calls[at : at + 3] == [("finished", end), ("evaluate", end), ("save", end)]
+        assert calls[at : at + 4] == [("finished", end), ("evaluate", end), ("keep", end), ("save", end)]
 
 
 def test_the_newest_snapshot_is_known() -> None:
-    """`saved_step` is that of each snapshot once it is taken."""
-    seen: list[int | None] = []
+    """`saved` is the position of each snapshot once it is taken."""
+    seen: list[Position | None] = []
     training = training_of([], Settings(epochs=1, save_every=0, save_every_steps=2))
-    training.finished_step = lambda _: seen.append(training.saved_step)
+    training.finished_step = lambda _: seen.append(training.saved)
     with capture_logs():
         train(training)
-    assert (seen, training.saved_step) == ([None, None, 2], 3)
+    assert (seen, training.saved) == ([None, None, after(2, NUM_SAMPLES)], after(3, NUM_SAMPLES))
 
 
 def test_a_state_that_is_already_finished_is_saved_once() -> None:
     """From a finished snapshot elsewhere nothing is computed, and one of this place is saved."""
-    assert trained(Settings(epochs=2), position=after(6, NUM_SAMPLES)) == [("save", 6)]
+    assert trained(Settings(epochs=2), position=after(6, NUM_SAMPLES)) == [("save", 6), ("settle", 6)]
 
 
 def test_a_state_that_is_finished_and_saved_is_left_as_it_is() -> None:
-    """With its last snapshot at this place there is nothing to call at all."""
-    assert trained(Settings(epochs=2), position=after(6, NUM_SAMPLES), saved_step=6) == []
+    """With its last snapshot at this place there is nothing to compute and nothing to save."""
+    end = after(6, NUM_SAMPLES)
+    assert trained(Settings(epochs=2), position=end, saved=end) == [("settle", 6)]
+
+
+def test_the_last_snapshot_is_waited_for() -> None:
+    """The training ends once it is written, and waits for no other."""
+    calls = trained(Settings(epochs=2, save_every_steps=1))
+    assert calls[-2:] == [("save", 6), ("settle", 6)]
+    assert of("settle", calls) == [6]
+
+
+@pytest.mark.parametrize("begin", range(7))
+def test_each_state_is_kept_in_memory_before_its_step_counts_as_finished(begin: int) -> None:
+    """A step is kept, then finished; whoever is killed in between has lost nothing."""
+    calls = trained(Settings(epochs=2), position=after(begin, NUM_SAMPLES))
+    for step in range(begin + 1, 7):
+        at = calls.index(("finished", step))
+        assert calls[at - 2 : at] == [("gradient", step - 1), ("keep", step)]
+
+
+@given(save_every_steps=st.integers(1, 5), saved=st.integers(0, 11), kept=st.integers(0, 11))
+@BOUNDED
+def test_a_snapshot_that_a_killed_generation_could_not_write_is_made_up_for(
+    save_every_steps: int, saved: int, kept: int
+) -> None:
+    """Resumed from memory beyond a step where one was due, the first step takes it, and the rhythm goes on."""
+    saved = min(saved, kept)
+    options = Settings(epochs=4, save_every=0, save_every_steps=save_every_steps)
+    calls = trained(options, position=after(kept, NUM_SAMPLES), saved=after(saved, NUM_SAMPLES))
+    multiples = {step for step in range(kept + 1, 13) if step % save_every_steps == 0}
+    is_overdue = kept // save_every_steps > saved // save_every_steps
+    assert of("save", calls) == sorted(multiples | {12} | ({kept + 1} if is_overdue else set()))
 
 
 def test_samples_are_noted_before_their_gradient() -> None:
@@ -183,7 +218,7 @@ def test_an_epochs_end_that_was_not_evaluated_is_evaluated_first() -> None:
 def test_the_jobs_end_that_was_not_evaluated_is_evaluated() -> None:
     """Resumed after the last step, the last evaluation is made and saved, and nothing else."""
     calls = trained(Settings(epochs=1), position=after(3, NUM_SAMPLES), num_evaluated_epochs=0)
-    assert calls == [("evaluate", 3), ("save", 3)]
+    assert calls == [("evaluate", 3), ("keep", 3), ("save", 3), ("settle", 3)]
 
 
 def test_an_epochs_end_that_was_evaluated_is_not_evaluated_again() -> None:

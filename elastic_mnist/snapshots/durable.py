@@ -12,10 +12,11 @@ import json
 import re
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal, overload
 
-from elastic_mnist.errors import SnapshotError, StoreError, UsageError
+from elastic_mnist.errors import SnapshotError, StoreConflict, StoreError, UsageError
 from elastic_mnist.events import log
 from elastic_mnist.sampler import Position
 from elastic_mnist.settings import local_path
@@ -27,6 +28,7 @@ from elastic_mnist.snapshots.storage import Storage, open_storage
 _MANIFEST_NAME: Final = re.compile(r"step-(\d{8,})\.json")
 _DATA_NAME: Final = re.compile(r"step-(\d{8,})\.pt")
 _ASIDE: Final = ".rejected"
+_NUM_ATTEMPTS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class Manifest:
     @property
     def data_name(self) -> str:
         """The name of the data file."""
-        return f"step-{self.step:08d}.pt"
+        return _data_name(self.step)
 
     @property
     def name(self) -> str:
@@ -126,16 +128,24 @@ class DurableTier:
         self._keep_last = keep_last
         self.num_rejected = 0
 
-    def save(self, data: bytes, manifest: Manifest) -> None:
+    def save(self, data: bytes, manifest: Manifest, check_claim: Callable[[], None] = lambda: None) -> None:
         """Commit a snapshot, read it back, then remove the oldest ones beyond `keep_last`.
+
+        Args:
+            data: the bytes that the manifest is of.
+            manifest: commits them.
+            check_claim: raises where this process may no longer write here; called before each write.
 
         Raises:
             StoreError: it could not be written, or does not read back; what was there before still is.
+            Exception: what `check_claim` raises.
         """
         began = time.monotonic()
         assert len(data) == manifest.size_bytes
-        self._put(manifest.data_name, data)
-        self._put(manifest.name, manifest.to_json())
+        check_claim()
+        if not self._is_committed(manifest):
+            self._put(manifest.data_name, data, check_claim)
+            self._put(manifest.name, manifest.to_json(), check_claim)
         log.info(
             "snapshot.saved",
             tier="storage",
@@ -150,9 +160,41 @@ class DurableTier:
         except StoreError as error:  # the snapshot is committed; the old ones cost space only
             log.warning("snapshot.prune_failed", reason=str(error))
 
-    def _put(self, name: str, data: bytes) -> None:
-        """Write, and believe it once it reads back: retention may rely on it from then on."""
-        self._storage.put(name, data)
+    def _is_committed(self, manifest: Manifest) -> bool:
+        """Whether the same state lies there already: a generation that was thought lost has committed it.
+
+        What lies under the manifest's name and is not to be believed is taken out of the way.
+        """
+        try:
+            there = Manifest.from_json(self._storage.get(manifest.name), manifest.name)
+            self.load(there)
+        except FileNotFoundError:
+            return False
+        except SnapshotError as error:
+            self._reject(manifest.name, str(error))
+            return False
+        return (there.run_id, there.weights_sha256, there.settings_fingerprint, there.position) == (
+            manifest.run_id,
+            manifest.weights_sha256,
+            manifest.settings_fingerprint,
+            manifest.position,
+        )
+
+    def _put(self, name: str, data: bytes, check_claim: Callable[[], None]) -> None:
+        """Write what nobody has written meanwhile, and believe it once it reads back: retention relies on it.
+
+        Whoever had a claim here and lost it can still be about to write. It has seen the version before ours, or none,
+        and fails; if it was faster, we fail, and see that the claim is ours.
+        """
+        for attempt in range(_NUM_ATTEMPTS):
+            version = self._storage.version(name)
+            check_claim()
+            try:
+                self._storage.put_if(name, data, version)
+                break
+            except StoreConflict:
+                if attempt == _NUM_ATTEMPTS - 1:
+                    raise
         try:
             is_whole = self._storage.get(name) == data
         except FileNotFoundError:
@@ -189,18 +231,25 @@ class DurableTier:
             raise SnapshotError("its position is not its manifest's")
         return Snapshot(path=self._storage.path(manifest.data_name), data=data, state=state, manifest=manifest)
 
-    def newest_valid(self) -> Snapshot | None:
-        """Return the newest snapshot that is whole; damaged newer ones are told and set aside."""
+    def newest_valid(self, *, after: int = -1) -> Snapshot | None:
+        """Return the newest snapshot of a step beyond `after` that is whole; damaged newer ones are set aside."""
         for manifest in self.manifests():
+            if manifest.step <= after:
+                break
             try:
                 return self.load(manifest)
             except SnapshotError as error:
                 self._reject(manifest.name, str(error))
         return None
 
-    def path(self, manifest: Manifest) -> str:
-        """Return where a snapshot is."""
-        return self._storage.path(manifest.data_name)
+    @property
+    def location(self) -> str:
+        """The place, as people know it."""
+        return self._storage.location
+
+    def path(self, step: int) -> str:
+        """Return where the snapshot of a step is."""
+        return self._storage.path(_data_name(step))
 
     def _reject(self, manifest_name: str, reason: str) -> None:
         """Tell of a snapshot that is not to be believed, and take it out of the way.
@@ -230,7 +279,7 @@ class DurableTier:
         for step in manifests[: -self._keep_last]:
             self._storage.delete(f"step-{step:08d}.json")
         for step in sorted({*data} - {*manifests[-self._keep_last :]}):
-            self._storage.delete(f"step-{step:08d}.pt")
+            self._storage.delete(_data_name(step))
 
 
 @overload
@@ -315,3 +364,7 @@ def manifest_beside(storage: Storage, name: str) -> Manifest | None:
 
 def _digest_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _data_name(step: int) -> str:
+    return f"step-{step:08d}.pt"

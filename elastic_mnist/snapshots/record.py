@@ -1,7 +1,7 @@
 """The record of a run, `run.json` beside its snapshots, and the mark of how far it came.
 
-The record is claimed anew by rank 0 of each generation, before its first step: it names the run, counts its
-generations and holds the contract. Writing it also shows that snapshots can be written.
+The record is claimed anew by rank 0 of each generation, before its first step (see `claim`): it names the run, counts
+its generations, holds the contract and says who is at work.
 
 The mark is a small local file that rank 0 rewrites after every step, unsynced: it outlives a killed
 process, at the cost of some microseconds, and tells the next generation how many steps were lost.
@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import uuid
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ _KINDS: Final[dict[str, type | tuple[type, ...]]] = {
     "is_finished": bool,
     "contract": dict,
     "resumed_from": (str, type(None)),
+    "holder": dict,
 }
 
 
@@ -44,6 +45,7 @@ class RunRecord:
         is_finished: whether the end of the run has been told.
         contract: the settings its result hangs on.
         resumed_from: the snapshot elsewhere that it began from; None for a fresh start.
+        holder: which processes claimed it, as `claim.Holder` describes them.
     """
 
     run_id: str
@@ -53,6 +55,7 @@ class RunRecord:
     is_finished: bool
     contract: Contract
     resumed_from: str | None
+    holder: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def new(cls, contract: Contract, *, started_at: float, resumed_from: str | None = None) -> "RunRecord":
@@ -81,13 +84,17 @@ class RunRecord:
         """Return the record as JSON-ready values."""
         return asdict(self)
 
+    def to_json(self) -> bytes:
+        """Return the record as the file holds it."""
+        return json.dumps(self.to_plain(), indent=1).encode() + b"\n"
+
     @classmethod
     def from_plain(cls, content: dict[str, Any]) -> "RunRecord":
         """Build a record from what `to_plain` returned; raises `KeyError` or `TypeError` for anything else."""
         for name, kind in _KINDS.items():
             if not isinstance(content[name], kind):
                 raise TypeError(f"{name} is {content[name]!r}")
-        return cls(**{field.name: content[field.name] for field in fields(cls)})
+        return cls(**{member.name: content[member.name] for member in fields(cls)})
 
 
 def read(storage: Storage) -> RunRecord | None:
@@ -102,27 +109,24 @@ def read(storage: Storage) -> RunRecord | None:
         ) from None
 
 
-def write(storage: Storage, record: RunRecord) -> None:
-    """Claim the place for a generation; raises `StoreError` where it cannot be written."""
-    storage.put(NAME, json.dumps(record.to_plain(), indent=1).encode() + b"\n")
-
-
 class ProgressMark:
     """How far a generation came: the number of finished steps, in a local file.
 
     Args:
-        path: of the file.
+        path: of the file; None for none.
         generation: the generation that writes.
         run_id: its run.
     """
 
-    def __init__(self, path: Path, *, run_id: str, generation: int) -> None:
+    def __init__(self, path: Path | None, *, run_id: str, generation: int) -> None:
         self._path = path
         self._who = f"{run_id} {generation}"
         self._descriptor: int | None = None
 
     def set(self, step: int) -> None:
         """Note that `step` steps are finished. A mark that cannot be written is done without."""
+        if self._path is None:
+            return
         with contextlib.suppress(OSError):
             if self._descriptor is None:
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)

@@ -1,23 +1,27 @@
 """Where a generation goes on from.
 
-Invariant: rank 0 alone decides, from what it alone may see, and all ranks get the decision and the state by
-broadcast. A run never starts afresh over another run's snapshots, and never goes on under settings that
-change its result unless it is told to.
+Invariant: rank 0 alone decides, from what it may see of the durable tier and from what each node offers of its memory
+tier; all ranks get the decision, and the state by broadcast from whoever holds it. The largest step of the run wins;
+under the same settings a step has the same bits, whoever made it. A run never starts afresh over another run's
+snapshots, and never goes on under settings that change its result unless it is told to.
 """
 
 import json
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_mnist.errors import SnapshotError, UsageError
+from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.events import identify, log
 from elastic_mnist.sampler import Position
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
+from elastic_mnist.snapshots.claim import Claim, Holder, refuse_if_in_use
 from elastic_mnist.snapshots.contract import Contract, accept, differences, resolve
 from elastic_mnist.snapshots.durable import DurableTier, Manifest, Snapshot, find
+from elastic_mnist.snapshots.memory import Held
 from elastic_mnist.snapshots.record import ProgressMark, RunRecord
 from elastic_mnist.snapshots.state import State, position_of, unpack
 from elastic_mnist.snapshots.storage import Storage
@@ -27,17 +31,35 @@ _ORDER: Final = ("dataset", "train_samples", "data_sha256", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a node's memory tier holds, without the state itself.
+
+    Attributes:
+        rank: of the process that can read it.
+        record: the run and the generation that it is of.
+        position: what is finished.
+    """
+
+    rank: int
+    record: RunRecord
+    position: Position
+
+
+@dataclass(frozen=True, kw_only=True)
 class Start:
     """What all ranks of a generation know before its first step.
 
     Attributes:
         record: the run, claimed for this generation.
         asked: the contract as rank 0's settings ask for it; the other ranks' must be the same.
-        source: "fresh", "storage" or "file".
-        path: where the state comes from; None for a fresh start.
+        source: "fresh", "memory", "storage" or "file".
+        path: where the state comes from; None for a fresh start and for memory.
         num_lost_steps: steps that the generation before made and this one must make again; None: not known.
+        saved: what is finished in the newest durable snapshot of the run; None where there is none.
         finished: the manifest of the final snapshot, where nothing is left to do.
-        data: the snapshot's bytes; None for a fresh start.
+        holder: the rank whose memory tier has the state, for the source "memory".
+        data: the snapshot's bytes; None for a fresh start, and for the source "memory" until its holder has sent it.
+        claim: rank 0's claim on the place of the snapshots; None at other ranks.
     """
 
     record: RunRecord
@@ -45,12 +67,38 @@ class Start:
     source: str
     path: str | None = None
     num_lost_steps: int | None = 0
+    saved: Position | None = None
     finished: Manifest | None = None
+    holder: int | None = None
     data: bytes | None = None
+    claim: Claim | None = field(default=None, compare=False)
 
     def state(self) -> State | None:
         """Return the state to go on from, None for a fresh start."""
         return None if self.data is None else unpack(self.data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What a run may go on from.
+
+    Attributes:
+        source: as in `Start`.
+        position: what is finished there.
+        record: the run that it is of; None for a run that begins.
+        known: the contract that it was made under; None where there is none.
+        saved: what is finished in the newest durable snapshot of the run.
+        snapshot: of the durable tier, or of a file.
+        offer: of a memory tier.
+    """
+
+    source: str
+    position: Position = field(default_factory=Position)
+    record: RunRecord | None = None
+    known: Contract | None = None
+    saved: Position | None = None
+    snapshot: Snapshot | None = None
+    offer: Offer | None = None
 
 
 def decide(
@@ -62,48 +110,126 @@ def decide(
     world_size: int,
     device_type: str,
     mark_path: Path,
+    holder: Holder,
+    offers: Sequence[Offer] = (),
 ) -> Start:
-    """Decide on rank 0, and claim the run where there is something to do.
+    """Decide on rank 0, and claim the run where there is something to do; `offers` are of the nodes' memory tiers.
 
     Raises:
         UsageError: the snapshots are another job's, or cannot be read or written.
     """
-    recorded = run_record.read(storage)
-    if recorded is not None:
-        identify(run_id=recorded.run_id, generation=recorded.generation)  # what is told from here on is of this run
-    found, source, known = tier.newest_valid(), "storage", None
-    if found is not None:
-        recorded = _of_snapshot(recorded, found.state)
-        known = recorded.contract
-    elif settings.resume_from is not None:
-        found, source = _find(settings.resume_from), "file"
-        known = found.state["contract"]
-        if recorded is not None and recorded.resumed_from == found.path and not differences(recorded.contract, asked):
-            known = recorded.contract  # a run from this file that was lost before its first snapshot
-    else:
-        source = "fresh"
+    offers = [offer for offer in offers if not differences(offer.record.contract, asked)]
+    seen, recorded, found = None, None, None
+    try:
+        seen = storage.version(run_record.NAME)
+        recorded = run_record.read(storage)
         if recorded is not None:
-            # A run that was lost before its first snapshot, or whose snapshots are damaged, or that is at work now.
-            known = recorded.contract
+            identify(run_id=recorded.run_id, generation=recorded.generation)  # what is told from here on is of this run
+        found = _look(tier, settings, asked, recorded, offers)
+    except StoreError as error:
+        # A store that is away for a while does not end a job whose state is at hand.
+        if not offers:
+            raise
+        log.warning("snapshot.store_unreachable", reason=str(error))
+        found = _of_memory(max(offers, key=_rank_offer), recorded)
 
-    path = None if found is None else found.path
-    if known is None:
+    path = None if found.snapshot is None else found.snapshot.path
+    if found.known is None:
         contract = resolve(asked, world_size=world_size, device_type=device_type)
     else:
-        contract = _agreed(known, asked, settings, path or storage.location, world_size)
-        _check_mid_epoch(contract, found, asked)
-        if contract != known:
-            log.warning("run.settings_changed", changed=differences(known, asked))
-    new_run = RunRecord.new(contract, started_at=time.time(), resumed_from=path if source == "file" else None)
-    start = Start(record=new_run, asked=asked, source=source, path=path, data=None if found is None else found.data)
-    position = Position() if found is None else position_of(found.state)
-    if recorded is not None and known is not None and (source != "file" or known is recorded.contract):
-        if recorded.is_finished and found is not None and source == "storage" and position.epoch >= settings.epochs:
-            return replace(start, record=recorded, data=None, finished=found.manifest)
-        start = _go_on(start, recorded, contract, position, mark_path)
-    storage.create()
-    run_record.write(storage, start.record)
-    return start
+        contract = _agreed(found.known, asked, settings, path or storage.location, world_size)
+        _check_mid_epoch(contract, found.snapshot, asked)
+        if contract != found.known:
+            log.warning("run.settings_changed", changed=differences(found.known, asked))
+    if recorded is not None:
+        refuse_if_in_use(recorded, holder, storage.location)
+
+    new_run = RunRecord.new(contract, started_at=time.time(), resumed_from=path if found.source == "file" else None)
+    start = Start(
+        record=new_run,
+        asked=asked,
+        source=found.source,
+        path=path,
+        saved=found.saved,
+        holder=None if found.offer is None else found.offer.rank,
+        data=None if found.snapshot is None else found.snapshot.data,
+    )
+    if found.record is not None:
+        if found.record.is_finished and found.source == "storage" and found.position.epoch >= settings.epochs:
+            assert found.snapshot is not None
+            return replace(start, record=found.record, data=None, finished=found.snapshot.manifest)
+        start = _go_on(start, found.record, contract, found.position, mark_path)
+    record = replace(start.record, holder=holder.to_plain())
+    return replace(start, record=record, claim=_claim(storage, record, seen, may_wait=found.source == "memory"))
+
+
+def _claim(storage: Storage, record: RunRecord, seen: str | None, *, may_wait: bool) -> Claim:
+    """Claim the place; where that `may_wait`, and the store is away, the next durable snapshot will do it."""
+    claim = Claim(storage, record, seen)
+    try:
+        storage.create()
+        claim.take()
+    except StoreError as error:
+        if not may_wait:
+            raise
+        log.warning("snapshot.store_unreachable", reason=str(error))
+    return claim
+
+
+def _look(
+    tier: DurableTier, settings: Settings, asked: Contract, recorded: RunRecord | None, offers: Sequence[Offer]
+) -> _Found:
+    """Return what there is to go on from."""
+    held = max(offers, key=_rank_offer, default=None)
+    if held is not None and recorded is not None and recorded.run_id != held.record.run_id:
+        raise UsageError(
+            f"{tier.location} holds the snapshots of run {recorded.run_id}, and this is run {held.record.run_id}; "
+            f"choose another --snapshot_path"
+        )
+    is_finished = recorded is not None and recorded.is_finished
+    newest = tier.newest_valid(after=-1 if held is None or is_finished else held.position.step)
+    if newest is not None:
+        record = _of_snapshot(recorded, newest.state)
+        position = position_of(newest.state)
+        return _Found(
+            source="storage",
+            position=position,
+            record=record,
+            known=record.contract,
+            saved=position,
+            snapshot=newest,
+        )
+    if held is not None:
+        return replace(_of_memory(held, recorded), saved=_newest_position(tier))
+    if settings.resume_from is not None:
+        return _of_file(settings.resume_from, recorded, asked)
+    # A run that was lost before its first snapshot, or whose snapshots are damaged, or none.
+    return _Found(source="fresh", record=recorded, known=None if recorded is None else recorded.contract)
+
+
+def _rank_offer(offer: Offer) -> tuple[int, int]:
+    return offer.position.step, -offer.rank
+
+
+def _of_memory(held: Offer, recorded: RunRecord | None = None) -> _Found:
+    """Go on from a memory tier, in the run's latest generation that is known of."""
+    record = max(filter(None, [recorded, held.record]), key=lambda record: record.generation)
+    return _Found(source="memory", position=held.position, record=record, known=record.contract, offer=held)
+
+
+def _of_file(location: str, recorded: RunRecord | None, asked: Contract) -> _Found:
+    """Begin a run from a snapshot elsewhere, or go on with one that began so and was lost before its first snapshot."""
+    snapshot = _find(location)
+    known, record = snapshot.state["contract"], None
+    if recorded is not None and recorded.resumed_from == snapshot.path and not differences(recorded.contract, asked):
+        known, record = recorded.contract, recorded
+    position = position_of(snapshot.state)
+    return _Found(source="file", position=position, record=record, known=known, snapshot=snapshot)
+
+
+def _newest_position(tier: DurableTier) -> Position | None:
+    """Return what is finished in the newest durable snapshot that has a manifest."""
+    return next((manifest.position for manifest in tier.manifests()), None)
 
 
 def to_bytes(start: Start | UsageError) -> bytes:
@@ -116,7 +242,9 @@ def to_bytes(start: Start | UsageError) -> bytes:
         "source": start.source,
         "path": start.path,
         "num_lost_steps": start.num_lost_steps,
+        "saved": None if start.saved is None else vars(start.saved),
         "finished": start.finished.to_json().decode() if start.finished else None,
+        "holder": start.holder,
         "has_data": start.data is not None,
     }
     return _frame(head, start.data or b"")
@@ -135,9 +263,27 @@ def from_bytes(message: bytes) -> Start:
         source=head["source"],
         path=head["path"],
         num_lost_steps=head["num_lost_steps"],
+        saved=None if head["saved"] is None else Position(**head["saved"]),
         finished=_manifest(finished.encode()) if finished else None,
+        holder=head["holder"],
         data=data if head["has_data"] else None,
     )
+
+
+def offer_to_text(held: Held | None) -> str:
+    """Serialise what this node's memory tier offers, for rank 0."""
+    return "" if held is None else json.dumps({"record": held.record.to_plain(), "position": vars(held.position)})
+
+
+def offers_from_texts(texts: Sequence[str]) -> list[Offer]:
+    """Read the offers of all ranks, in the ranks' order."""
+    offers = []
+    for rank, text in enumerate(texts):
+        if text:
+            content = json.loads(text)
+            record, position = RunRecord.from_plain(content["record"]), Position(**content["position"])
+            offers.append(Offer(rank=rank, record=record, position=position))
+    return offers
 
 
 def check_same_settings(start: Start, asked: Contract) -> None:

@@ -9,10 +9,11 @@ import io
 import pickletools
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from elastic_mnist.errors import SnapshotError, StoreError
 from elastic_mnist.sampler import Position
@@ -42,15 +43,43 @@ _FIELDS: Final[Mapping[str, type]] = {
     "progress": dict,
 }
 
-_PLAIN: Final = (torch.Tensor, int, float, str, bool, type(None))
+_PLAIN: Final = (Tensor, int, float, str, bool, type(None))
 
 
 def pack(state: State) -> bytes:
     """Serialise a state; `format` and `version` are added."""
-    _assert_plain(state)
+    return dump_plain({"format": FORMAT, "version": VERSION, **state})
+
+
+def dump_plain(content: State) -> bytes:
+    """Serialise tensors and plain types."""
+    _assert_plain(content)
     buffer = io.BytesIO()
-    torch.save({"format": FORMAT, "version": VERSION, **state}, buffer)
+    torch.save(content, buffer)
     return buffer.getvalue()
+
+
+def load_plain(data: bytes) -> State:
+    """Read what `dump_plain` of this program made."""
+    content: State = torch.load(io.BytesIO(data), weights_only=True)
+    return content
+
+
+def detached(state: State) -> State:
+    """Return a copy of a state, on the CPU, that the training does not touch any more."""
+    copy: State = map_tensors(state, lambda tensor: tensor.detach().to("cpu", copy=True))
+    return copy
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - a state or a part of one
+    """Return a copy of a state with each tensor replaced by what `function` returns for it, in a fixed order."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(member, function) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(member, function) for member in value)
+    return value
 
 
 def unpack(data: bytes) -> State:

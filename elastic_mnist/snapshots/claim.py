@@ -1,0 +1,145 @@
+"""Who may write at a place of snapshots: the generation that claimed it last, and no other.
+
+A worker that was stopped, cut off or orphaned may wake up long after another generation has gone on. So each write is
+preceded by a look at the run's record, and is itself conditional on what the writer has seen there (`Storage.put_if`):
+what a newer generation has written is never overwritten.
+
+A second job, under the same settings, is told that the place is in use, where it can be seen that the first one is
+alive: on the same host. From another host it takes over, and the first one ends with that reason.
+"""
+
+import contextlib
+import os
+import socket
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elastic_mnist.errors import Fenced, StoreConflict, UsageError
+from elastic_mnist.launch import Place
+from elastic_mnist.snapshots import record as run_record
+from elastic_mnist.snapshots.record import RunRecord
+from elastic_mnist.snapshots.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who has a claim.
+
+    Attributes:
+        job_id: of the launch; the agents of one rendezvous have it in common.
+        host: names a machine's boot and its space of process ids.
+        pid, pid_started: the process that stands for the launch on that host, and the clock tick at which it began.
+    """
+
+    job_id: str
+    host: str
+    pid: int
+    pid_started: int | None
+
+    @classmethod
+    def of(cls, place: Place) -> "Holder":
+        """Return this process's launch."""
+        pid = place.agent_pid or (os.getpid() if place.endpoint is None else os.getppid())
+        started = _started(pid)
+        return cls(
+            job_id=place.job_id or f"{_host()} {pid} {started}",
+            host=_host(),
+            pid=pid,
+            pid_started=started,
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return asdict(self)
+
+
+def is_alive(holder: dict[str, Any]) -> bool:
+    """Whether a holder can be seen to be alive from here."""
+    pid, started = holder.get("pid"), holder.get("pid_started")
+    return holder.get("host") == _host() and isinstance(pid, int) and started is not None and _started(pid) == started
+
+
+def refuse_if_in_use(recorded: RunRecord, holder: Holder, where: str) -> None:
+    """Raise `UsageError` where another launch is at work on a run."""
+    if recorded.is_finished or recorded.holder.get("job_id") == holder.job_id or not is_alive(recorded.holder):
+        return
+    raise UsageError(
+        f"{where} is in use by another job, run {recorded.run_id}, process {recorded.holder['pid']} on this host; "
+        f"wait for its end, or choose another --snapshot_path"
+    )
+
+
+class Claim:
+    """The claim of one generation on a place of snapshots.
+
+    Args:
+        storage: the place.
+        record: the run, with this generation and its holder.
+        seen: the version of the record that this generation has read and follows; None for no record.
+    """
+
+    def __init__(self, storage: Storage, record: RunRecord, seen: str | None) -> None:
+        self._storage = storage
+        self.record = record
+        self._seen = seen
+
+    def take(self) -> None:
+        """Write the record; raises `Fenced` or `UsageError` where somebody else has written one meanwhile."""
+        try:
+            self._seen = self._storage.put_if(run_record.NAME, self.record.to_json(), self._seen)
+        except StoreConflict:
+            self.check()
+
+    def check(self) -> None:
+        """Make sure that the place is still this generation's.
+
+        Raises:
+            Fenced: a newer generation of this job has it; this one is over.
+            UsageError: another job has it.
+        """
+        version = self._storage.version(run_record.NAME)
+        if version is not None and version == self._seen:
+            return
+        other = run_record.read(self._storage)
+        if other is not None and other != self.record:
+            self._make_way(other)
+        # It is gone, or of a generation before this one: a claim that could not be made while the store was away.
+        self._seen = self._storage.put_if(run_record.NAME, self.record.to_json(), version)
+
+    def finish(self) -> None:
+        """Note that the end of the run has been told."""
+        self.check()
+        self.record = replace(self.record, is_finished=True)
+        self._seen = self._storage.put_if(run_record.NAME, self.record.to_json(), self._seen)
+
+    def _make_way(self, other: RunRecord) -> None:
+        """Raise where `other` is not a generation that this one follows."""
+        is_same_job = other.holder.get("job_id") == self.record.holder.get("job_id")
+        if other.run_id == self.record.run_id and is_same_job:
+            if other.generation < self.record.generation:
+                return
+            raise Fenced(f"{self._storage.location}: generation {other.generation} has taken over; this one is over")
+        raise UsageError(
+            f"{self._storage.location} was taken over by another job, run {other.run_id}, process "
+            f"{other.holder.get('pid')}; this one ends. Two jobs need two --snapshot_path"
+        )
+
+
+def _host() -> str:
+    """Name this machine, since it was started, and its space of process ids."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(parts)
+
+
+def _started(pid: int) -> int | None:
+    """Return the tick at which a process began; None where it is dead, or where the system does not say."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state == "Z" else int(rest[18])
+    except (OSError, ValueError, IndexError):
+        return None

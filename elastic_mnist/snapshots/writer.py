@@ -1,0 +1,144 @@
+"""Durable snapshots beside the training: one thread that writes what it is given.
+
+Invariant: at most one snapshot is being written and at most one waits, the newest; training never waits for a write,
+but at the end. A write that fails is told and tried again, with longer and longer pauses. When the pauses are used up
+that snapshot has failed, which is told too; when too many have failed in a row, or the last one of the job, the
+training stops.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from elastic_mnist.errors import StoreError, TrainingError
+from elastic_mnist.events import log
+
+_NUM_TRIES: Final = 4
+_FIRST_PAUSE_SECONDS: Final = 0.5
+_LONGEST_PAUSE_SECONDS: Final = 10.0
+_PARTING_SECONDS: Final = 10.0
+_NICENESS: Final = 5  # the lanes go first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Write:
+    """A snapshot to be written.
+
+    Attributes:
+        step: of the state.
+        path: where it goes.
+        run: writes it; raises `StoreError` where it cannot.
+    """
+
+    step: int
+    path: str
+    run: Callable[[], None]
+
+
+class BackgroundWriter:
+    """Writes durable snapshots in a thread of its own.
+
+    Args:
+        max_failures: snapshots in a row that may fail before the training stops.
+    """
+
+    def __init__(self, *, max_failures: int) -> None:
+        self._max_failures = max_failures
+        self._changed = threading.Condition()
+        self._waiting: Write | None = None
+        self._writing: Write | None = None
+        self._num_failures = 0
+        self._error: BaseException | None = None
+        self._last_failure: StoreError | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, write: Write) -> None:
+        """Hand over a snapshot. One that still waits gives way to it."""
+        with self._changed:
+            if self._waiting is not None:
+                log.warning(
+                    "snapshot.superseded",
+                    step=self._waiting.step,
+                    path=self._waiting.path,
+                    reason=f"the one before it is still being written, and that of step {write.step} is newer",
+                )
+            self._waiting = write
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="snapshot-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what must stop the training: too many failures, or a claim that is lost."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+
+    def settle(self) -> None:
+        """Wait for all that has been handed over.
+
+        Raises:
+            TrainingError: the newest could not be saved.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or not (self._waiting or self._writing))
+            if self._error is not None:
+                raise self._error
+            if self._last_failure is not None:
+                raise TrainingError(f"the last snapshot could not be saved: {self._last_failure}")
+
+    def give_way(self) -> None:
+        """Wait for all that was handed over, but not for long, and whatever comes of it: the training has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._writing), timeout=_PARTING_SECONDS)
+
+    def _work(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None)
+                write, self._waiting = self._waiting, None
+                self._writing = write
+            assert write is not None
+            failure: StoreError | None = None
+            error: BaseException | None = None
+            try:
+                _run_with_retries(write)
+            except StoreError as raised:
+                failure = raised
+                log.error("snapshot.failed", step=write.step, path=write.path, reason=str(raised))
+            except BaseException as raised:  # noqa: BLE001 - carried to the thread that trains
+                error = raised
+            with self._changed:
+                self._writing = None
+                self._last_failure = failure
+                self._num_failures = 0 if failure is None else self._num_failures + 1
+                if failure is not None and self._num_failures > self._max_failures:
+                    error = TrainingError(
+                        f"{self._num_failures} snapshots in a row could not be saved, --max_snapshot_failures allows "
+                        f"{self._max_failures}: {failure}"
+                    )
+                self._error = self._error or error
+                self._changed.notify_all()
+
+
+def _run_with_retries(write: Write) -> None:
+    """Write; raises the last `StoreError` once the tries are used up."""
+    import tenacity  # noqa: PLC0415 - here it is imported beside the training; at the top, a restart would wait for it
+
+    def tell(state: tenacity.RetryCallState) -> None:
+        assert state.outcome is not None
+        log.warning("snapshot.retried", step=write.step, path=write.path, reason=str(state.outcome.exception()))
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(StoreError),
+        stop=tenacity.stop_after_attempt(_NUM_TRIES),
+        wait=tenacity.wait_exponential_jitter(initial=_FIRST_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS, jitter=0.5),
+        before_sleep=tell,
+        reraise=True,
+    )
+    retrying(write.run)
