@@ -144,7 +144,7 @@ def _why_unreadable(data: bytes, message: str) -> str:
         return "it has 0 bytes"
     refused = re.search(r"WeightsUnpickler error:\s*(.*)", message)
     lines = (refused[1] if refused else message).strip().splitlines()
-    says_something = lines and " " in lines[0]
+    says_something = lines and " " in lines[0] and not lines[0].startswith("Unsupported operand")
     return lines[0][:200] if says_something else "it is no file of torch.save, or only a part of one"
 
 
