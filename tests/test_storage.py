@@ -1,132 +1,29 @@
-"""Where snapshots are kept: one contract for every backend, and what a local directory promises beyond it."""
+"""Where snapshots are kept: what a local directory and fsspec's memory promise, and a directory beyond it."""
 
+import contextlib
+import errno
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
+from harness import eventually
 
-from elastic_mnist.errors import StoreError
-from elastic_mnist.snapshots.storage import LocalStorage, ObjectStorage, Storage, open_storage
+from elastic_mnist.errors import StoreConflict, StoreError
+from elastic_mnist.snapshots.storage import LocalStorage, ObjectStorage, Storage, local, open_storage
+
+pytest.register_assert_rewrite("storage_contract")
+from storage_contract import FencedContract, StorageContract  # noqa: E402 - after its asserts are to be rewritten
 
 
-class StorageContract(ABC):
-    """What `Storage` promises; inherited once for each backend."""
-
-    @pytest.fixture
-    @abstractmethod
-    def location(self, tmp_path: Path) -> str:
-        """A place that does not exist yet."""
-
-    @pytest.fixture
-    def storage(self, location: str) -> Storage:
-        """A place that exists and is empty."""
-        storage = open_storage(location)
-        storage.create()
-        return storage
-
-    def test_an_object_is_got_as_it_was_put(self, storage: Storage) -> None:
-        """Every byte value comes back."""
-        storage.put("a.pt", bytes(range(256)) * 3)
-        assert storage.get("a.pt") == bytes(range(256)) * 3
-
-    def test_an_empty_object_is_an_object(self, storage: Storage) -> None:
-        """No bytes are bytes too."""
-        storage.put("a.pt", b"")
-        assert storage.get("a.pt") == b""
-
-    def test_a_put_replaces_what_was_there(self, storage: Storage) -> None:
-        """The second put's bytes are got, also where they are fewer."""
-        storage.put("a.pt", b"the first one")
-        storage.put("a.pt", b"2nd")
-        assert storage.get("a.pt") == b"2nd"
-
-    def test_objects_are_told_apart_by_their_names(self, storage: Storage) -> None:
-        """Two names hold their own bytes."""
-        storage.put("a.pt", b"one")
-        storage.put("b.pt", b"two")
-        assert (storage.get("a.pt"), storage.get("b.pt")) == (b"one", b"two")
-
-    def test_all_objects_are_named(self, storage: Storage) -> None:
-        """The names are those that were put, each once."""
-        for name in ("a.pt", "b.json", "a.pt"):
-            storage.put(name, b"x")
-        assert sorted(storage.names()) == ["a.pt", "b.json"]
-
-    def test_what_another_one_wrote_is_seen_at_once(self, storage: Storage, location: str) -> None:
-        """Names are read past any cache of a listing made before."""
-        assert storage.names() == []
-        open_storage(location).put("a.pt", b"x")
-        assert storage.names() == ["a.pt"]
-
-    def test_a_missing_object_is_a_file_not_found(self, storage: Storage) -> None:
-        """Getting what is not there is FileNotFoundError, and nothing else."""
-        with pytest.raises(FileNotFoundError):
-            storage.get("a.pt")
-
-    def test_an_object_in_a_missing_place_is_a_file_not_found(self, location: str) -> None:
-        """Where the place itself is not there, no object is."""
-        with pytest.raises(FileNotFoundError):
-            open_storage(location).get("a.pt")
-
-    def test_a_missing_place_lists_empty(self, location: str) -> None:
-        """A place that was never made holds no objects."""
-        assert open_storage(location).names() == []
-
-    def test_opening_makes_nothing(self, location: str, tmp_path: Path) -> None:
-        """Opening, listing and getting leave no trace."""
-        storage = open_storage(location)
-        storage.names()
-        with pytest.raises(FileNotFoundError):
-            storage.get("a.pt")
-        assert list(tmp_path.rglob("*")) == []
-
-    def test_a_place_can_be_made_twice(self, storage: Storage) -> None:
-        """Making a place that is there changes none of its objects."""
-        storage.put("a.pt", b"x")
-        storage.create()
-        assert storage.get("a.pt") == b"x"
-
-    def test_a_deleted_object_is_gone(self, storage: Storage) -> None:
-        """It is neither got nor named."""
-        storage.put("a.pt", b"x")
-        storage.delete("a.pt")
-        assert storage.names() == []
-        with pytest.raises(FileNotFoundError):
-            storage.get("a.pt")
-
-    def test_deleting_what_is_not_there_is_fine(self, storage: Storage) -> None:
-        """A delete can be repeated, and leaves the others."""
-        storage.put("a.pt", b"x")
-        storage.delete("b.pt")
-        assert storage.names() == ["a.pt"]
-
-    def test_a_renamed_object_has_its_new_name_alone(self, storage: Storage) -> None:
-        """Its bytes are under the new name, and nothing under the old one."""
-        storage.put("a.pt", b"x")
-        storage.rename("a.pt", "b.pt")
-        assert storage.get("b.pt") == b"x"
-        assert storage.names() == ["b.pt"]
-
-    def test_renaming_replaces_what_had_the_name(self, storage: Storage) -> None:
-        """An object that had the new name is gone."""
-        storage.put("a.pt", b"x")
-        storage.put("b.pt", b"y")
-        storage.rename("a.pt", "b.pt")
-        assert storage.get("b.pt") == b"x"
-
-    def test_renaming_what_is_not_there_is_a_file_not_found(self, storage: Storage) -> None:
-        """There is nothing to rename."""
-        with pytest.raises(FileNotFoundError):
-            storage.rename("a.pt", "b.pt")
-
-    def test_a_path_names_place_and_object(self, storage: Storage, location: str) -> None:
-        """People find an object by what `path` returns."""
-        assert storage.path("a.pt") == f"{location}/a.pt"
+class HierarchyContract(StorageContract):
+    """What a storage with directories promises beside."""
 
     def test_a_place_that_cannot_be_written_is_a_store_error_that_names_it(
         self, storage: Storage, location: str
@@ -137,7 +34,7 @@ class StorageContract(ABC):
             open_storage(f"{location}/taken").put("a.pt", b"x")
 
 
-class TestLocal(StorageContract):
+class TestLocal(FencedContract, HierarchyContract):
     """A directory keeps the contract."""
 
     @pytest.fixture
@@ -146,13 +43,17 @@ class TestLocal(StorageContract):
         return str(tmp_path / "some" / "where")
 
 
-class TestMemory(StorageContract):
+class TestMemory(HierarchyContract):
     """fsspec's memory file system keeps the contract, and stands for the object stores."""
 
     @pytest.fixture
     def location(self, tmp_path: Path) -> str:
         """A URL that no other test uses."""
         return f"memory://{tmp_path.name}-{uuid.uuid4().hex}/snapshots"
+
+    def test_it_says_that_its_conditional_puts_are_not_atomic(self, storage: Storage) -> None:
+        """Callers can tell."""
+        assert not storage.has_conditional_put
 
 
 def test_a_url_opens_an_object_store() -> None:
@@ -314,6 +215,7 @@ def test_an_unknown_kind_of_url_is_told_once(doing: str) -> None:
 
 def test_a_missing_client_is_told_once_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """s3:// without s3fs is one line that names the option once and the extra to install."""
+    monkeypatch.delitem(sys.modules, "elastic_mnist.snapshots.storage.s3", raising=False)
     monkeypatch.setitem(sys.modules, "s3fs", None)  # Python's own way to say that a module cannot be imported
     with pytest.raises(StoreError) as caught:
         open_storage("s3://bucket/run").names()
@@ -321,3 +223,130 @@ def test_a_missing_client_is_told_once_with_its_remedy(monkeypatch: pytest.Monke
     assert "\n" not in message
     assert message.count("--snapshot_path s3://bucket/run:") == 1
     assert "pip install 'elastic-mnist[s3]'" in message
+
+
+def test_a_place_that_is_not_in_s3_costs_no_import_of_its_client() -> None:
+    """A restart on a local path does not pay for s3fs."""
+    code = (
+        "import sys; from elastic_mnist.snapshots.storage import open_storage;"
+        "open_storage('snapshots'); open_storage('memory://snapshots').names();"
+        "sys.exit(bool({'s3fs', 'aiobotocore', 'botocore', 'aiohttp'} & {*sys.modules}))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+COUNT = """
+import sys
+from storage_contract import count_to_ten
+from elastic_mnist.snapshots.storage import open_storage
+storage = open_storage(sys.argv[1])
+for _ in range(10):
+    count_to_ten(storage)
+"""
+
+
+def test_of_processes_that_add_to_an_object_none_is_lost(tmp_path: Path) -> None:
+    """3 processes add 100 each: the count is exact, and the directory holds that object alone."""
+    storage = LocalStorage(tmp_path)
+    storage.put("run.json", b"0")
+    command, beside = [sys.executable, "-c", COUNT, str(tmp_path)], Path(__file__).parent
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(subprocess.Popen(command, cwd=beside)) for _ in range(3)]
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert storage.get("run.json") == b"300"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_conditional_put_waits_for_the_lock(tmp_path: Path) -> None:
+    """While another one holds the directory's lock, nothing is written; once it is given up, the write is made."""
+    storage = LocalStorage(tmp_path)
+    with locked(tmp_path) as descriptor:
+        writer = threading.Thread(target=storage.put_if, args=("a.pt", b"x", None))
+        writer.start()
+        eventually(lambda: list(tmp_path.iterdir()))  # it has come to its temporary file, and to the lock after that
+        assert storage.names() == []
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        writer.join(30)
+    assert storage.get("a.pt") == b"x"
+
+
+def test_a_lock_that_is_never_given_up_is_a_store_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stopped process keeps the lock, a writer is told after a while, with the way out; nothing is left."""
+    monkeypatch.setattr(local, "LOCK_SECONDS", 0.2)
+    with locked(tmp_path), pytest.raises(StoreError, match=f"^--snapshot_path {tmp_path}: .*locked.*lslocks.*$"):
+        LocalStorage(tmp_path).put_if("a.pt", b"x", None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_is_given_up_although_a_fork_lives_on(tmp_path: Path) -> None:
+    """A process that was forked in the middle of a conditional put keeps nobody out afterwards."""
+    code = (
+        "import os, sys; from pathlib import Path; from elastic_mnist.snapshots.storage import LocalStorage, local;"
+        "storage = LocalStorage(Path(sys.argv[1]));"
+        "fsync = os.fsync;"
+        "os.fsync = lambda descriptor: (fsync(descriptor), os.fork() or os.read(0, 1) and os._exit(0));"
+        "storage.put_if('a.pt', b'x', None);"
+        "os.fsync = fsync; local.LOCK_SECONDS = 1;"
+        "storage.put_if('b.pt', b'x', None)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as writer:
+        assert writer.wait(60) == 0
+        assert writer.stdin is not None
+        writer.stdin.write(b"..")  # its forks were alive until here
+    assert sorted(LocalStorage(tmp_path).names()) == ["a.pt", "b.pt"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF])
+def test_without_locks_a_conditional_put_goes_on_and_says_so_once(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system without flock conditions still hold; the storage and one event say that it is not fenced."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    storage = LocalStorage(tmp_path)
+    with structlog.testing.capture_logs() as events:
+        version = storage.put_if("a.pt", b"old", None)
+        storage.put_if("a.pt", b"new", version)
+        with pytest.raises(StoreConflict):
+            storage.put_if("a.pt", b"mine", version)
+    assert storage.get("a.pt") == b"new"
+    assert not storage.has_conditional_put
+    assert [(event["event"], event["log_level"]) for event in events] == [("store.not_fenced", "warning")]
+
+
+def test_a_lock_that_cannot_be_had_for_another_reason_is_a_store_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the disk is not taken for a file system without locks."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(StoreError, match="Input/output error"):
+        LocalStorage(tmp_path).put_if("a.pt", b"x", None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conflict_leaves_nothing_beside_the_object(tmp_path: Path) -> None:
+    """The temporary file of a write that was refused is gone."""
+    storage = LocalStorage(tmp_path)
+    storage.put("a.pt", b"x")
+    with pytest.raises(StoreConflict):
+        storage.put_if("a.pt", b"y", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[int]:
+    """Hold a directory's lock, as another process does in the middle of its write."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)

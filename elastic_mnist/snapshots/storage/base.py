@@ -60,7 +60,7 @@ class Storage(ABC):
     def version(self, name: str) -> str | None:
         """Return a token of what an object holds now, read past any cache; None where it is missing.
 
-        Each write gives another token. Beyond that it has no meaning; `put_if` takes it.
+        Other bytes have another token. Beyond that it means nothing; `put_if` takes it.
         """
         try:
             return hashlib.sha256(self.get(name)).hexdigest()

@@ -9,13 +9,14 @@ s3fs repeats what botocore repeats, and 5 times 5 attempts of 5 s are no answer.
 """
 
 import hashlib
+import uuid
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 import fsspec
 import s3fs  # noqa: F401 - fsspec would import it late; where it is missing, that is to be told at once
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from elastic_mnist.errors import StoreError
 from elastic_mnist.events import log
@@ -33,6 +34,9 @@ REQUEST_SECONDS: Final = 60.0
 RETRY_SECONDS: Final = 15.0
 """An attempt that fails later than this is the last one."""
 
+MARK: Final = "elastic-mnist-put"
+"""The metadata by which a conditional write is known to its writer."""
+
 Value = TypeVar("Value")
 
 
@@ -42,7 +46,7 @@ class S3Storage(ObjectStorage):
     def __init__(self, location: str, named: str = "--snapshot_path") -> None:
         super().__init__(location, named)
         self._has_conditions = True
-        self._in_doubt: dict[str, bytes] = {}
+        self._unanswered: dict[str, tuple[bytes, str]] = {}
 
     @property
     def has_conditional_put(self) -> bool:
@@ -76,40 +80,40 @@ class S3Storage(ObjectStorage):
     def version(self, name: str) -> str | None:
         """Return the ETag."""
         with self._access(f"read {name}"):
-            try:
-                return str(self._request("head_object", Key=self._key(name))["ETag"])
-            except FileNotFoundError:
-                self._page(MaxKeys=1)  # that answer has no body: it may be the bucket that is missing
-                return None
+            found = self._head(name)
+            return None if found is None else str(found["ETag"])
 
     def put_if(self, name: str, data: bytes, version: str | None) -> str:
-        """Send an object under the condition that it is still at that ETag, or not there."""
+        """Send an object under the condition that it is still at that ETag, or not there.
+
+        A refusal may be this writer's own work: an answer is lost, and somebody below sends the request again, aiohttp
+        for one, without a word. So each write carries a mark, by which it is known; bytes would not do, since two
+        writers may send the same ones.
+        """
         if not self._has_conditions:
             return self._compare_and_put(name, data, version)
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
-        num_sent = 0
-
-        def send() -> str:
-            nonlocal num_sent
-            num_sent += 1
-            return str(self._call("put_object", Key=self._key(name), Body=data, **condition)["ETag"])
-
+        digest = hashlib.sha256(data).digest()
+        known, mark = self._unanswered.get(name, (b"", ""))
+        if known != digest:
+            mark = uuid.uuid4().hex
+        self._unanswered[name] = digest, mark
         with self._access(f"write {name}"):
             try:
-                return self._persistently(send)
+                answer = self._request("put_object", Key=self._key(name), Body=data, Metadata={MARK: mark}, **condition)
             except Exception as error:
-                if s3_errors.is_transient(error):
-                    self._in_doubt[name] = hashlib.sha256(data).digest()
-                    raise
                 if s3_errors.status_of(error) == HTTPStatus.NOT_IMPLEMENTED:
                     self._has_conditions = False
                     log.warning("store.not_fenced", path=self.location, reason="the server has no conditional PUT")
                     return self._compare_and_put(name, data, version)
                 if not s3_errors.is_conflict(error):
                     raise
-                if num_sent > 1 or self._in_doubt.get(name) == hashlib.sha256(data).digest():
-                    return self._own_version(name, data)
-                raise self._conflict(name) from error
+                found = self._head(name)
+                if found is None or found["Metadata"].get(MARK) != mark:
+                    raise self._conflict(name) from error
+                answer = found
+            del self._unanswered[name]
+            return str(answer["ETag"])
 
     def delete(self, name: str) -> None:
         """Remove an object."""
@@ -123,23 +127,20 @@ class S3Storage(ObjectStorage):
             self._request("copy_object", Key=self._key(new_name), CopySource=source)
             self._request("delete_object", Key=self._key(name))
 
+    def _head(self, name: str) -> dict[str, Any] | None:
+        """Return what the server knows of an object, None where it is missing."""
+        try:
+            return self._request("head_object", Key=self._key(name))
+        except FileNotFoundError:
+            self._page(MaxKeys=1)  # that answer has no body: it may be the bucket that is missing
+            return None
+
     def _compare_and_put(self, name: str, data: bytes, version: str | None) -> str:
         """Do what can be done without conditions."""
         if self.version(name) != version:
             raise self._conflict(name)
         with self._access(f"write {name}"):
             return str(self._request("put_object", Key=self._key(name), Body=data)["ETag"])
-
-    def _own_version(self, name: str, data: bytes) -> str:
-        """Return the version of what this process wrote itself, in a request whose answer was lost."""
-        version = self.version(name)
-        try:
-            is_own = self.get(name) == data and self.version(name) == version
-        except FileNotFoundError:
-            is_own = False
-        if version is None or not is_own:
-            raise self._conflict(name)
-        return version
 
     def _options(self) -> dict[str, Any]:
         """Return options for an instance of one's own; what the user has configured goes before our bounds."""
@@ -155,6 +156,8 @@ class S3Storage(ObjectStorage):
 
     def _open(self) -> tuple[Any, str]:
         filesystem, root = super()._open()
+        if not root:
+            raise StoreError(f"{self._named}: names no bucket; say s3://BUCKET/PREFIX")
         filesystem.retries = 1
         return filesystem, root
 
@@ -162,8 +165,6 @@ class S3Storage(ObjectStorage):
         """Return bucket and prefix."""
         filesystem, root = self._open()
         bucket, prefix, _ = filesystem.split_path(root)
-        if not bucket:
-            raise StoreError(f"{self._named}: names no bucket; say s3://BUCKET/PREFIX")
         return bucket, prefix
 
     def _key(self, name: str) -> str:
@@ -200,7 +201,7 @@ class S3Storage(ObjectStorage):
         return Retrying(
             retry=retry_if_exception(s3_errors.is_transient),
             stop=stop_after_delay(RETRY_SECONDS),
-            wait=wait_exponential_jitter(initial=0.1, max=3, jitter=0.1),
+            wait=wait_random_exponential(multiplier=0.2, max=3),
             reraise=True,
         )(call)
 

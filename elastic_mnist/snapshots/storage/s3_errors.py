@@ -73,24 +73,27 @@ def is_conflict(error: BaseException) -> bool:
 
 def explain(error: BaseException, endpoint: str) -> tuple[str, str]:
     """Return the cause of an error and the way out, for people."""
-    code, status = code_of(error), status_of(error)
-    said = str(answer_of(error).get("Error", {}).get("Message") or error) or type(error).__name__
-    reason = (
-        said if endpoint in said else f"{endpoint} says {status} {code}: {said}" if status else f"{endpoint}: {said}"
-    )
+    answer, code, status = answer_of(error), code_of(error), status_of(error)
+    reason = str(answer.get("Error", {}).get("Message") or error).rstrip(".") or type(error).__name__
+    if status:
+        reason = f"{endpoint} says {status} {'' if code == str(status) else code}: {reason}"
+    elif is_transient(error) and endpoint not in reason:
+        reason = f"{endpoint}: {reason}"
+    return reason, _way_out(error, code, status)
+
+
+def _way_out(error: BaseException, code: str, status: int) -> str:
     if code == "NoSuchBucket":
-        return reason, "make the bucket, or correct its name or AWS_ENDPOINT_URL"
+        return "make the bucket, or correct its name or AWS_ENDPOINT_URL"
     if code in _REGION or status in (HTTPStatus.MOVED_PERMANENTLY, HTTPStatus.TEMPORARY_REDIRECT):
-        headers = answer_of(error).get("ResponseMetadata", {}).get("HTTPHeaders", {})
-        region = answer_of(error).get("Error", {}).get("Region") or headers.get("x-amz-bucket-region")
-        return reason, f"set AWS_DEFAULT_REGION to {region or 'the region of the bucket'}"
+        answer = answer_of(error)
+        headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        region = answer.get("Error", {}).get("Region") or headers.get("x-amz-bucket-region")
+        return f"set AWS_DEFAULT_REGION to {region or 'the region of the bucket'}"
     if code in _CREDENTIALS or isinstance(error, (botocore.NoCredentialsError, botocore.PartialCredentialsError)):
-        return reason, "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE"
+        return "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return (
-            reason,
-            "check the AWS credentials, and that they allow to list, read, write and delete",
-        )
-    if not status or status == HTTPStatus.NOT_FOUND:
-        return reason, "check AWS_ENDPOINT_URL and the network"
-    return reason, "make it accessible or choose another"
+        return "check the AWS credentials, and that they allow to list, read, write and delete"
+    if is_transient(error) or status == HTTPStatus.NOT_FOUND:
+        return "check AWS_ENDPOINT_URL and the network, or try again later"
+    return "make it accessible or choose another"
