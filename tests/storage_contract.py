@@ -191,6 +191,12 @@ class StorageContract(ABC):
                 storage.put_if("a.pt", data, None)
         assert storage.get("a.pt") == b"old"
 
+    def test_a_conditional_put_made_twice_is_a_conflict(self, storage: Storage) -> None:
+        """A writer who makes an object again that it has made itself is told that it is there."""
+        storage.put_if("a.pt", b"x", None)
+        with pytest.raises(StoreConflict):
+            storage.put_if("a.pt", b"x", None)
+
     def test_a_conditional_put_at_an_older_version_is_a_conflict(self, storage: Storage, location: str) -> None:
         """What another one has written meanwhile stays; the error is one line that names option, place and object."""
         stale = storage.put_if("a.pt", b"old", None)

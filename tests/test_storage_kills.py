@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from elastic_mnist.snapshots.storage import LocalStorage
 
 SIZE = 1 << 20
@@ -41,8 +43,9 @@ def trace(frame, kind, value):
         num_lines += 1
     return trace
 
+version = place.version("a.pt")
 sys.settrace(trace)
-place.put("a.pt", b"new" * 1000)
+place.put("a.pt", b"new" * 1000) if sys.argv[3] == "put" else place.put_if("a.pt", b"new" * 1000, version)
 sys.settrace(None)
 """
 
@@ -73,21 +76,24 @@ def test_sigkill_at_any_moment_of_a_run_of_puts_leaves_a_whole_object(tmp_path: 
         newest = number
 
 
-def test_sigkill_before_any_line_of_a_put_leaves_the_old_object_or_the_new_one(tmp_path: Path) -> None:
-    """Killed before each line of `put` in turn, a writer leaves the old bytes or, from its commit on, the new ones."""
+@pytest.mark.parametrize("operation", ["put", "put_if"])
+def test_sigkill_before_any_line_of_a_put_leaves_the_old_object_or_the_new_one(operation: str, tmp_path: Path) -> None:
+    """Killed before each line in turn, a writer leaves the old bytes or, from its commit on, the new ones; no lock."""
     found, num_leftovers = [], 0
     for limit in range(1000):
         place = tmp_path / str(limit)
         storage = LocalStorage(place)
         storage.create()
         storage.put("a.pt", b"old")
-        writer = subprocess.run([sys.executable, "-c", KILLED_BEFORE_A_LINE, str(place), str(limit)], check=False)
+        command = [sys.executable, "-c", KILLED_BEFORE_A_LINE, str(place), str(limit), operation]
+        writer = subprocess.run(command, check=False)
         if writer.returncode == 0:  # it has no more lines
             break
         assert writer.returncode == -signal.SIGKILL
         found.append(storage.get("a.pt"))
         num_leftovers += len(list(place.iterdir())) - 1
         assert storage.names() == ["a.pt"]
+        storage.put_if("b.pt", b"x", None)  # at once: whoever was killed keeps nobody out
     num_new = found.count(b"new" * 1000)
     assert found == [b"old"] * (len(found) - num_new) + [b"new" * 1000] * num_new
     assert num_leftovers > 0  # some moments lay in the middle of a write

@@ -284,6 +284,17 @@ def test_a_conditional_put_outlasts_what_passes(name: str, proxy: FaultyProxy, p
         assert (storage.get("a.pt"), storage.version("a.pt")) == (data, version)
 
 
+def test_requests_are_repeated_by_one_layer_alone(
+    proxy: FaultyProxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without time for another attempt there is one request: neither s3fs nor botocore adds its own."""
+    monkeypatch.setattr(s3, "RETRY_SECONDS", 0)
+    fault = proxy.add(Fault(kind="answer", status=503, body=s3_error("SlowDown"), times=1000))
+    messages = refusals(open_storage(place))
+    assert_say(messages, place, proxy.endpoint, "503", "try again later")
+    assert fault.num_fired == len(messages)
+
+
 @pytest.mark.parametrize("kind", ["reset", "stall", "cut_request"])
 @pytest.mark.usefixtures("impatience")
 def test_a_write_that_breaks_off_leaves_the_old_object(kind: Kind, proxy: FaultyProxy, place: str) -> None:
