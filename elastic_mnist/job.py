@@ -88,7 +88,8 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
     optimizer = torch.optim.Adam(network.parameters(), lr=settings.lr, betas=_ADAM_BETAS)
     if state is not None:
         with fits(start, "optimizer"):
-            optimizer.load_state_dict(state["optimizer"])
+            # Another program's file brings no hyperparameters.
+            optimizer.load_state_dict({**optimizer.state_dict(), **state["optimizer"]})
 
     lanes = Lanes(num_lanes(job))
     gradient = build_gradient(job, start, network, wrapped, lanes)

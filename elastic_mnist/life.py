@@ -113,7 +113,7 @@ def warn_of_changed_bits(job: Job, state: State | None) -> None:
     at_rank_0 = json.loads(job.world.broadcast(json.dumps(here).encode() if job.world.rank == 0 else None))
     if here != at_rank_0:
         log.warning("world.mixed", changed=environment.changes(at_rank_0, here))
-    elif state is not None and job.world.rank == 0 and here != state["versions"]:
+    elif state is not None and job.world.rank == 0 and state["versions"] and here != state["versions"]:
         log.warning("run.environment_changed", changed=environment.changes(state["versions"], here))
 
 

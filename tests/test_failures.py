@@ -25,7 +25,7 @@ def undisturbed_sha256(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_worker_that_raises_is_told_and_replaced(tmp_path: Path, undisturbed_sha256: str) -> None:
     """An exception at one rank is told once, with its reason and rank; the restarted job ends as if undisturbed."""
     environment, fired = fault(tmp_path, "raise", rank=1, step=3)
-    options = (*OPTIONS, "--save_every_steps=2")
+    options = (*OPTIONS, "--save_every_steps=2", "--memory_snapshot_every=0")
     with Job(tmp_path, tmp_path, standalone(2, max_restarts=1), options, environment) as job:
         finished = job.finish()
         assert fired.read_text() == "1 3 0"
@@ -83,7 +83,7 @@ def test_a_failure_has_its_step(without_restarts: tuple[int, str, list[dict[str,
 def test_a_worker_that_leaves_with_success_is_replaced(rank: int, tmp_path: Path, undisturbed_sha256: str) -> None:
     """Exit status 0 in mid-epoch is no success: the others end, the job is restarted and ends as if undisturbed."""
     environment, fired = fault(tmp_path, "exit", rank=rank, step=3)
-    options = (*OPTIONS, "--save_every_steps=2")
+    options = (*OPTIONS, "--save_every_steps=2", "--memory_snapshot_every=0")
     with Job(tmp_path, tmp_path, standalone(2, max_restarts=1), options, environment) as job:
         finished = job.finish(within=60)
         assert fired.read_text() == f"{rank} 3 0"

@@ -20,7 +20,7 @@ def undisturbed_sha256(mnist_dir: Path, tmp_path_factory: pytest.TempPathFactory
 def test_join_and_leave_in_mid_epoch(
     sign: signal.Signals, mnist_dir: Path, tmp_path: Path, undisturbed_sha256: str
 ) -> None:
-    """A second agent joins the running job and leaves it; each time the job goes on from its newest snapshot."""
+    """A second agent joins the running job and leaves it; each time the job goes on from memory, at most a step lost."""
     port = free_port()
     with agent(tmp_path, mnist_dir, port) as first:
         first.wait_for_step(7)
@@ -33,11 +33,10 @@ def test_join_and_leave_in_mid_epoch(
         assert [event["world_size"] for event in starts[:2]] == [1, 2]
         assert starts[-1]["world_size"] == 1
         resumes = first.events("run.resumed")
-        saved = {event["step"] for event in first.events("snapshot.saved")}
+        assert len(resumes) >= 2
         for resumed in resumes:
-            assert resumed["source"] == "storage"
-            assert resumed["step"] in saved
-            assert resumed["num_lost_steps"] < 5
+            assert resumed["source"] == "memory"
+            assert resumed["num_lost_steps"] <= 1
         assert finished["step"] == 125
         assert [event["epoch"] for event in first.events("epoch.finished")] == [1]
         assert finished["weights_sha256"] == undisturbed_sha256

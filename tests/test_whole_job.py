@@ -157,7 +157,7 @@ def test_full_disk(mnist_dir: Path, tmp_path: Path) -> None:
             failed = job.events("snapshot.failed")
             assert [Path(event["path"]).name for event in failed] == ["step-00000016.pt", "step-00000032.pt"]
             assert all("No space left" in event["reason"] for event in failed)
-            assert "final snapshot could not be saved" in job.events("run.failed")[0]["reason"]
+            assert "the last snapshot could not be saved" in job.events("run.failed")[0]["reason"]
             assert not list(small_disk.glob("step-*"))
     finally:
         subprocess.run(["umount", str(small_disk)], check=True)

@@ -269,17 +269,21 @@ class DurableTier:
         """Remove the snapshots beyond `keep_last`, and data that never got its manifest.
 
         What lies beyond the step just saved was found damaged and could not be set aside: it counts for nothing
-        here, or it would push out what is whole.
+        here, or it would push out what is whole. So does a manifest without data: a generation that was over before it
+        knew may have left one.
         """
         names = self._storage.names()
         manifests, data = (
             sorted(step for match in map(pattern.fullmatch, names) if match and (step := int(match[1])) <= saved_step)
             for pattern in (_MANIFEST_NAME, _DATA_NAME)
         )
-        for step in manifests[: -self._keep_last]:
-            self._storage.delete(f"step-{step:08d}.json")
-        for step in sorted({*data} - {*manifests[-self._keep_last :]}):
-            self._storage.delete(_data_name(step))
+        kept = {*[step for step in manifests if step in {*data}][-self._keep_last :]}
+        for step in manifests:
+            if step not in kept:
+                self._storage.delete(f"step-{step:08d}.json")
+        for step in data:
+            if step not in kept:
+                self._storage.delete(_data_name(step))
 
 
 @overload

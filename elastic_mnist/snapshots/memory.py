@@ -126,6 +126,8 @@ class MemoryTier:
         self._path = None
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def read(path: str) -> Held | None:
@@ -177,4 +179,4 @@ def _room_of(tensor: Tensor) -> int:
 
 def _view(memory: mmap.mmap | bytearray, like: Tensor, offset: int) -> Tensor:
     """Return the tensor of `like`'s type and shape that lies in `memory`."""
-    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=offset).view(like.shape)
+    return torch.frombuffer(memory, dtype=torch.uint8)[offset : offset + like.nbytes].view(like.dtype).view(like.shape)

@@ -15,15 +15,16 @@ from typing import Any, Final
 
 from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.events import identify, log
-from elastic_mnist.sampler import Position
+from elastic_mnist.sampler import Position, num_steps_per_epoch
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.claim import Claim, Holder, refuse_if_in_use
 from elastic_mnist.snapshots.contract import Contract, accept, differences, resolve
 from elastic_mnist.snapshots.durable import DurableTier, Manifest, Snapshot, find
+from elastic_mnist.snapshots.foreign import ForeignFile
 from elastic_mnist.snapshots.memory import Held
 from elastic_mnist.snapshots.record import ProgressMark, RunRecord
-from elastic_mnist.snapshots.state import State, position_of, unpack
+from elastic_mnist.snapshots.state import State, pack, position_of, unpack
 from elastic_mnist.snapshots.storage import Storage
 
 _ORDER: Final = ("dataset", "train_samples", "data_sha256", "seed")
@@ -88,7 +89,7 @@ class _Found:
         record: the run that it is of; None for a run that begins.
         known: the contract that it was made under; None where there is none.
         saved: what is finished in the newest durable snapshot of the run.
-        snapshot: of the durable tier, or of a file.
+        snapshot: of the durable tier, or a file.
         offer: of a memory tier.
     """
 
@@ -97,7 +98,7 @@ class _Found:
     record: RunRecord | None = None
     known: Contract | None = None
     saved: Position | None = None
-    snapshot: Snapshot | None = None
+    snapshot: Snapshot | ForeignFile | None = None
     offer: Offer | None = None
 
 
@@ -118,27 +119,14 @@ def decide(
     Raises:
         UsageError: the snapshots are another job's, or cannot be read or written.
     """
-    offers = [offer for offer in offers if not differences(offer.record.contract, asked)]
-    seen, recorded, found = None, None, None
-    try:
-        seen = storage.version(run_record.NAME)
-        recorded = run_record.read(storage)
-        if recorded is not None:
-            identify(run_id=recorded.run_id, generation=recorded.generation)  # what is told from here on is of this run
-        found = _look(tier, settings, asked, recorded, offers)
-    except StoreError as error:
-        # A store that is away for a while does not end a job whose state is at hand.
-        if not offers:
-            raise
-        log.warning("snapshot.store_unreachable", reason=str(error))
-        found = _of_memory(max(offers, key=_rank_offer), recorded)
-
+    seen, recorded, found = _survey(storage, tier, settings, asked, offers)
     path = None if found.snapshot is None else found.snapshot.path
     if found.known is None:
         contract = resolve(asked, world_size=world_size, device_type=device_type)
     else:
         contract = _agreed(found.known, asked, settings, path or storage.location, world_size)
-        _check_mid_epoch(contract, found.snapshot, asked)
+        if isinstance(found.snapshot, Snapshot):
+            _check_mid_epoch(contract, found.snapshot, asked)
         if contract != found.known:
             log.warning("run.settings_changed", changed=differences(found.known, asked))
     if recorded is not None:
@@ -152,15 +140,37 @@ def decide(
         path=path,
         saved=found.saved,
         holder=None if found.offer is None else found.offer.rank,
-        data=None if found.snapshot is None else found.snapshot.data,
+        data=found.snapshot.data if isinstance(found.snapshot, Snapshot) else None,
     )
     if found.record is not None:
         if found.record.is_finished and found.source == "storage" and found.position.epoch >= settings.epochs:
-            assert found.snapshot is not None
+            assert isinstance(found.snapshot, Snapshot)
             return replace(start, record=found.record, data=None, finished=found.snapshot.manifest)
         start = _go_on(start, found.record, contract, found.position, mark_path)
     record = replace(start.record, holder=holder.to_plain())
+    if isinstance(found.snapshot, ForeignFile):
+        start = replace(start, data=pack(_state_of(found.snapshot, settings, record, world_size)))
     return replace(start, record=record, claim=_claim(storage, record, seen, may_wait=found.source == "memory"))
+
+
+def _survey(
+    storage: Storage, tier: DurableTier, settings: Settings, asked: Contract, offers: Sequence[Offer]
+) -> tuple[str | None, RunRecord | None, _Found]:
+    """Return the version of the run's record that was seen, the record, and what there is to go on from."""
+    offers = [offer for offer in offers if not differences(offer.record.contract, asked)]
+    seen, recorded = None, None
+    try:
+        seen = storage.version(run_record.NAME)
+        recorded = run_record.read(storage)
+        if recorded is not None:
+            identify(run_id=recorded.run_id, generation=recorded.generation)  # what is told from here on is of this run
+        return seen, recorded, _look(tier, settings, asked, recorded, offers)
+    except StoreError as error:
+        # A store that is away for a while does not end a job whose state is at hand.
+        if not offers:
+            raise
+        log.warning("snapshot.store_unreachable", reason=str(error))
+        return seen, recorded, _of_memory(max(offers, key=_rank_offer), recorded)
 
 
 def _claim(storage: Storage, record: RunRecord, seen: str | None, *, may_wait: bool) -> Claim:
@@ -220,11 +230,44 @@ def _of_memory(held: Offer, recorded: RunRecord | None = None) -> _Found:
 def _of_file(location: str, recorded: RunRecord | None, asked: Contract) -> _Found:
     """Begin a run from a snapshot elsewhere, or go on with one that began so and was lost before its first snapshot."""
     snapshot = _find(location)
-    known, record = snapshot.state["contract"], None
+    if isinstance(snapshot, ForeignFile):
+        known, position = None, Position()
+    else:
+        known, position = snapshot.state["contract"], position_of(snapshot.state)
+    record = None
     if recorded is not None and recorded.resumed_from == snapshot.path and not differences(recorded.contract, asked):
         known, record = recorded.contract, recorded
-    position = position_of(snapshot.state)
     return _Found(source="file", position=position, record=record, known=known, snapshot=snapshot)
+
+
+def _state_of(file: ForeignFile, settings: Settings, record: RunRecord, world_size: int) -> State:
+    """Return another program's file as the state of a run that begins with it; what it lacks is told."""
+    foreign, contract = file.foreign, record.contract
+    if foreign.lacking:
+        log.warning("snapshot.incomplete", path=file.path, kind=foreign.kind, lacking=list(foreign.lacking))
+    num_epochs = foreign.num_epochs or 0
+    num_steps = num_epochs * num_steps_per_epoch(contract["train_samples"], contract["global_batch_size"])
+    return {
+        "model": foreign.model,
+        "optimizer": foreign.optimizer or {},
+        **vars(Position(epoch=num_epochs, step=num_steps)),
+        "global_batch_size": contract["global_batch_size"],
+        "micro_batch_size": contract["micro_batch_size"],
+        "seed": contract["seed"],
+        "settings": settings.as_plain(),
+        "contract": contract,
+        "dataset": {
+            "name": contract["dataset"],
+            "num_samples": contract["train_samples"],
+            "sha256": contract["data_sha256"],
+        },
+        "versions": {},
+        "world_size": world_size,
+        "run_id": record.run_id,
+        "generation": record.generation,
+        "started_at": record.started_at,
+        "progress": {"num_evaluated_epochs": num_epochs},
+    }
 
 
 def _newest_position(tier: DurableTier) -> Position | None:
@@ -302,9 +345,9 @@ def _go_on(start: Start, recorded: RunRecord, contract: Contract, position: Posi
     return replace(start, record=record, num_lost_steps=num_lost_steps)
 
 
-def _check_mid_epoch(contract: Contract, found: Snapshot | None, asked: Contract) -> None:
+def _check_mid_epoch(contract: Contract, found: Snapshot, asked: Contract) -> None:
     """Refuse another order of samples in the middle of an epoch: "each sample once" would have no meaning."""
-    if found is None or not found.state["samples_in_epoch"]:
+    if not found.state["samples_in_epoch"]:
         return
     if found.state["samples_in_epoch"] >= found.state["contract"].get("train_samples", asked["train_samples"]):
         raise UsageError(f"{found.path}: samples_in_epoch lies beyond the epoch's end; name another snapshot")
@@ -316,10 +359,10 @@ def _check_mid_epoch(contract: Contract, found: Snapshot | None, asked: Contract
         )
 
 
-def _find(location: str) -> Snapshot:
+def _find(location: str) -> Snapshot | ForeignFile:
     """Return the snapshot that `--resume_from` names."""
     try:
-        return find(location, named="--resume_from")
+        return find(location, named="--resume_from", allow_foreign=True)
     except SnapshotError as error:
         raise UsageError(f"{error}; name another snapshot") from None
 

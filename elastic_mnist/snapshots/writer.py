@@ -137,7 +137,7 @@ def _run_with_retries(write: Write) -> None:
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(StoreError),
         stop=tenacity.stop_after_attempt(_NUM_TRIES),
-        wait=tenacity.wait_exponential_jitter(initial=_FIRST_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS, jitter=0.5),
+        wait=tenacity.wait_exponential(multiplier=_FIRST_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS),
         before_sleep=tell,
         reraise=True,
     )
