@@ -2,7 +2,8 @@
 
     torchrun --max_restarts=3 --nnodes=1:2 -m elastic_mnist [OPTIONS]
 
-Each way to end is told here, once: 0 finished, 2 something for the user to put right, 1 a failure.
+Each way to end is told here, once: 0 finished, 2 something for the user to put right, 143 stopped on request, 1 a
+failure.
 """
 
 import contextlib
@@ -11,10 +12,22 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final, NoReturn, TextIO
 
-from elastic_mnist.errors import EXIT_FAILURE, EXIT_USAGE, AlreadyTold, Fenced, PeerLost, TrainingError, UsageError
+from elastic_mnist.errors import (
+    EXIT_FAILURE,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    AlreadyTold,
+    Fenced,
+    PeerLost,
+    Stopped,
+    TrainingError,
+    UsageError,
+)
 from elastic_mnist.launch import Place
 from elastic_mnist.lifeline import die_with_parent
+from elastic_mnist.pulse import heart
 from elastic_mnist.settings import Settings, parse
+from elastic_mnist.signals import StopRequests
 
 _GRACE_SECONDS: Final = 1.0
 """An agent that sees the process that failed ends this one within that time. If this one ended by itself in the same
@@ -26,6 +39,7 @@ if TYPE_CHECKING:
 
 def main(arguments: "Sequence[str] | None" = None) -> None:
     """Run one worker; returns when the job is finished, else ends the process with its exit status."""
+    requests = StopRequests()
     try:
         settings, place = parse(sys.argv[1:] if arguments is None else arguments), Place.from_environment()
     except UsageError as error:
@@ -33,13 +47,15 @@ def main(arguments: "Sequence[str] | None" = None) -> None:
         raise SystemExit(EXIT_USAGE) from None
     if place.endpoint is not None:
         die_with_parent(place.agent_pid)
-    try:
-        _train(settings, place)
-    except KeyboardInterrupt:
-        _end(EXIT_FAILURE)
+    heart.start(place.pulse_path, local_rank=place.local_rank, hang_timeout=settings.hang_timeout)
+    with contextlib.ExitStack() as at_end:
+        status = _train(settings, place, requests, at_end)
+    if status:
+        _end(status)
 
 
-def _train(settings: Settings, place: Place) -> None:
+def _train(settings: Settings, place: Place, requests: StopRequests, at_end: contextlib.ExitStack) -> int:
+    """Train, and tell of what keeps it from its end; return the exit status."""
     from elastic_mnist import events  # noqa: PLC0415 - a wrong option is told before anything heavy is imported
 
     events.configure(
@@ -47,28 +63,32 @@ def _train(settings: Settings, place: Place) -> None:
     )
     from elastic_mnist import life, world  # noqa: PLC0415 - the same
 
+    status = EXIT_FAILURE
     try:
-        life.run(settings, place)
+        life.run(settings, place, requests, at_end)
     except AlreadyTold:
-        _end(EXIT_USAGE)
+        return EXIT_USAGE
     except UsageError as error:
         world.refuse(place, str(error))
-        _end(EXIT_USAGE)
+        return EXIT_USAGE
+    except Stopped:
+        if requests.received is None:
+            time.sleep(_GRACE_SECONDS)
+        return EXIT_STOPPED
     except Fenced as error:
         events.log.warning("run.fenced", reason=str(error), step=events.at_step())
-        _end(EXIT_FAILURE)
     except PeerLost as error:
         events.log.warning("peer.lost", reason=str(error))
         time.sleep(_GRACE_SECONDS)
-        _end(EXIT_FAILURE)
     except TrainingError as error:
         events.log.error("run.failed", reason=str(error), step=events.at_step())
         _leave_error_file(error)
-        _end(EXIT_FAILURE)
     except Exception as error:  # noqa: BLE001 - the last resort: told, and never swallowed
         events.log.exception("run.failed", reason=f"{type(error).__name__}: {error}", step=events.at_step())
         _leave_error_file(error)
-        _end(EXIT_FAILURE)
+    else:
+        status = 0
+    return status
 
 
 def _leave_error_file(error: Exception) -> None:

@@ -25,6 +25,7 @@ class AllReduceGradient:
         all_reduce: adds up over ranks.
         guard: the context of a collective, which turns what torch raises for a lost peer into `PeerLost`.
         world_size: number of ranks.
+        is_stopping: whether this process has been asked to stop.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class AllReduceGradient:
         guard: Callable[[str], AbstractContextManager[None]],
         *,
         world_size: int,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         assert isinstance(problem.model, DistributedDataParallel)
         self._wrapped = problem.model
@@ -41,6 +43,7 @@ class AllReduceGradient:
         self._all_reduce = all_reduce
         self._guard = guard
         self._world_size = world_size
+        self._is_stopping = is_stopping
 
     def __call__(self, step: Step, *, step_index: int) -> StepResult:
         """Compute and agree; see `GradientSync`."""
@@ -58,10 +61,10 @@ class AllReduceGradient:
             gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients
         )
         extras = torch.tensor(
-            [loss_sum if is_finite else 0.0, float(not is_finite)],
+            [loss_sum if is_finite else 0.0, float(not is_finite), float(self._is_stopping())],
             dtype=torch.float64,
             device=self._problem.device,
         )
         self._all_reduce(extras)
-        loss_total, num_bad = extras.tolist()
-        return StepResult(loss_sum=loss_total, num_bad=round(num_bad))
+        loss_total, num_bad, num_stopping = extras.tolist()
+        return StepResult(loss_sum=loss_total, num_bad=round(num_bad), num_stopping=round(num_stopping))

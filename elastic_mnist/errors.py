@@ -8,6 +8,7 @@
     │       └── StoreConflict another writer was there first
     ├── SnapshotError         one snapshot is damaged or unfit; another may serve
     ├── TrainingError         the training itself cannot go on
+    ├── Stopped               the job was asked to stop, and has; exit status 143
     ├── PeerLost              another rank is gone; the next generation goes on
     └── Fenced                the next generation is at work already
 
@@ -22,6 +23,9 @@ EXIT_USAGE: Final = 2
 
 EXIT_FAILURE: Final = 1
 """Exit status for a failure; also of a rank whose peer is gone. torchrun starts the workers again."""
+
+EXIT_STOPPED: Final = 128 + 15
+"""Exit status of a job that was asked to stop, and has saved a snapshot; what a shell says of SIGTERM."""
 
 
 class ElasticMnistError(Exception):
@@ -58,6 +62,10 @@ class SnapshotError(ElasticMnistError):
 
 class TrainingError(ElasticMnistError):
     """Training cannot go on with correct results."""
+
+
+class Stopped(ElasticMnistError):  # noqa: N818 - what was asked for, and no error
+    """The job was asked to stop; what is finished is saved."""
 
 
 class PeerLost(ElasticMnistError):  # noqa: N818 - it is an event of the world, not a fault of this process

@@ -16,6 +16,7 @@ from elastic_mnist.fixed_point import loss_from_fixed, loss_to_fixed
 from elastic_mnist.gradients import AllReduce, autocast
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.model import ConvNet, normalise
+from elastic_mnist.pulse import heart
 from elastic_mnist.sampler import share
 
 _CHUNK_SAMPLES: Final = 64
@@ -60,6 +61,7 @@ def evaluate(
     chunks = range(0, len(labels), _CHUNK_SAMPLES)
 
     def compute(lane: int, start: int) -> None:
+        heart.progress()
         wanted = labels[start : start + _CHUNK_SAMPLES].to(device)
         with torch.inference_mode():
             inputs = normalise(images[start : start + _CHUNK_SAMPLES].to(device))

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -189,3 +190,10 @@ def identify(**keys: Any) -> None:  # noqa: ANN401 - the values of a JSON object
 def console_only() -> None:
     """Leave the file as it is from here on: what there is to say stands in it already."""
     _file.stop()
+
+
+def append(path: Path, event: dict[str, Any]) -> None:
+    """Tell an event from a process that has no event log of its own: the launcher's agent."""
+    line = {"timestamp": datetime.now(timezone.utc).isoformat().replace("+00:00", "Z"), **event}
+    _JsonLines(path)(None, "", line)
+    sys.stderr.write(json.dumps(_as_json(line), default=str) + "\n")

@@ -5,6 +5,7 @@ what. Its gradient goes into a fixed-point sum (`fixed_point`), and one integer 
 """
 
 import hashlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -23,9 +24,10 @@ from elastic_mnist.fixed_point import (
 )
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.model import normalise
+from elastic_mnist.pulse import heart
 from elastic_mnist.sampler import MicroBatch, Step
 
-_NUM_EXTRAS: Final = 2  # integers that travel behind the gradient: the loss, and the number of bad micro-batches
+_NUM_EXTRAS: Final = 3  # integers that travel behind the gradient: loss, bad micro-batches, ranks that are to stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,12 @@ class StepResult:
     Attributes:
         loss_sum: of the step's samples, over all ranks.
         num_bad: micro-batches whose loss or gradient was not finite, or beyond the limit of the fixed point.
+        num_stopping: ranks that had been asked to stop when they sent their gradient.
     """
 
     loss_sum: float
     num_bad: int
+    num_stopping: int = 0
 
 
 class GradientSync(Protocol):
@@ -75,6 +79,7 @@ class Problem:
 
     def loss(self, micro_batch: MicroBatch, *, epoch: int, step_index: int) -> Tensor:
         """Return the sum of the micro-batch's losses, a scalar with its graph."""
+        heart.progress()
         generator = torch.Generator(self.device)
         generator.manual_seed(micro_batch_seed(self.seed, epoch, step_index, micro_batch.index))
         inputs = normalise(self.images[micro_batch.samples].to(self.device))
@@ -110,6 +115,7 @@ class ExactGradient:
         all_reduce: adds up over ranks.
         global_batch_size: of a full step.
         micro_batch_size: at most, in samples.
+        is_stopping: whether this process has been asked to stop.
     """
 
     def __init__(
@@ -120,9 +126,11 @@ class ExactGradient:
         *,
         global_batch_size: int,
         micro_batch_size: int,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._problem = problem
         self._lanes = lanes
+        self._is_stopping = is_stopping
         self._all_reduce = all_reduce
         self._parameters = list(problem.model.parameters())
         sizes = [parameter.numel() for parameter in self._parameters]
@@ -167,8 +175,8 @@ class ExactGradient:
             first.total.add_(other.total)
         assert first.total.data_ptr() == self._message.data_ptr()  # and zeroed, where no lane had work
         num_bad = sum(total.num_bad for total in self._sums)
-        self._extras.copy_(torch.tensor([sum(self._losses), num_bad]))
+        self._extras.copy_(torch.tensor([sum(self._losses), num_bad, int(self._is_stopping())]))
         self._all_reduce(self._message)
         to_float(self._values, 2.0**-self._exponent / step.num_samples, self._gradient)
-        loss_sum, num_bad = self._extras.tolist()
-        return StepResult(loss_sum=loss_from_fixed(loss_sum), num_bad=num_bad)
+        loss_sum, num_bad, num_stopping = self._extras.tolist()
+        return StepResult(loss_sum=loss_from_fixed(loss_sum), num_bad=num_bad, num_stopping=num_stopping)

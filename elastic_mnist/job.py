@@ -17,14 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_mnist import data, environment, events, model
 from elastic_mnist.allreduce import AllReduceGradient
-from elastic_mnist.errors import UsageError
+from elastic_mnist.errors import TrainingError, UsageError
 from elastic_mnist.evaluation import Evaluation, evaluate
 from elastic_mnist.gradients import ExactGradient, GradientSync, Problem
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.launch import Place
 from elastic_mnist.ledger import SampleLedger
+from elastic_mnist.pulse import heart
 from elastic_mnist.sampler import Step
 from elastic_mnist.settings import Settings
+from elastic_mnist.signals import StopRequests
 from elastic_mnist.snapshots import contract
 from elastic_mnist.snapshots.durable import DurableTier, Manifest
 from elastic_mnist.snapshots.memory import MemoryTier
@@ -44,7 +46,8 @@ _ADAM_BETAS: Final = (0.9, 0.95)
 class Job:
     """What stays the same in one life of a worker."""
 
-    def __init__(self, settings: Settings, place: Place) -> None:
+    def __init__(self, settings: Settings, place: Place, requests: StopRequests) -> None:
+        self.requests = requests
         self.settings = settings
         self.place = place
         self.device = choose_device(settings.device, place.local_rank)
@@ -110,6 +113,7 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
 
     def finished_step(step: int) -> None:
         events.at_step(step)
+        heart.step = step
         mark.set(step)
         job.writer.check()
 
@@ -161,6 +165,10 @@ def build_gradient(
 ) -> GradientSync:
     """Build what `--gradient_sync` names."""
     settings, world = job.settings, job.world
+
+    def is_stopping() -> bool:
+        return job.requests.received is not None
+
     problem = Problem(
         model=network,
         images=job.dataset.train_images,
@@ -171,13 +179,20 @@ def build_gradient(
     )
     if settings.gradient_sync == "allreduce":
         torch.set_num_threads(lanes.num_lanes)  # its micro-batches are computed one after the other
-        return AllReduceGradient(replace(problem, model=wrapped), world.all_reduce, guard, world_size=world.size)
+        return AllReduceGradient(
+            replace(problem, model=wrapped),
+            world.all_reduce,
+            guard,
+            world_size=world.size,
+            is_stopping=is_stopping,
+        )
     return ExactGradient(
         problem,
         lanes,
         world.all_reduce,
         global_batch_size=start.record.contract["global_batch_size"],
         micro_batch_size=start.record.contract["micro_batch_size"],
+        is_stopping=is_stopping,
     )
 
 
@@ -218,6 +233,8 @@ def save(job: Job, start: Start, training: Training, network: model.ConvNet) -> 
     check_claim = start.claim.check
 
     def write() -> None:
+        if not all(tensor.isfinite().all() for tensor in state["model"].values()):
+            raise TrainingError(f"step {state['step']}: the weights are not finite; nothing of it was saved")
         data = pack(state)
         manifest = Manifest(
             **vars(position_of(state)),

@@ -32,6 +32,9 @@ JOB_ID: Final = "ELASTIC_MNIST_JOB_ID"
 MEMORY: Final = "ELASTIC_MNIST_MEMORY"
 """A path to the memory that the agent holds for its node's memory tier; it ends with the agent."""
 
+PULSE: Final = "ELASTIC_MNIST_PULSE"
+"""A path to the table where the agent looks for its workers' signs of life."""
+
 
 def refusal_key(agent_id: str) -> str:
     """Return the store key under which a worker tells its agent why starting it again is of no use."""
@@ -51,6 +54,7 @@ class Place:
         seniority: number of generations that the agent was part of before this one.
         job_id: names the launch, where the agent says so.
         memory_path: leads to the memory that the agent holds, where it does.
+        pulse_path: leads to the table of signs of life that the agent watches, where it does.
     """
 
     rank: int = 0
@@ -65,6 +69,7 @@ class Place:
     seniority: int = 0
     job_id: str | None = None
     memory_path: str | None = None
+    pulse_path: str | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place":
@@ -89,6 +94,7 @@ class Place:
                 seniority=int(environment.get(SENIORITY, "0")),
                 job_id=environment.get(JOB_ID),
                 memory_path=environment.get(MEMORY),
+                pulse_path=environment.get(PULSE),
             )
         except (KeyError, ValueError) as error:
             raise UsageError(

@@ -6,14 +6,17 @@ Every rank walks through `run` in step; what only rank 0 says or writes is marke
 import json
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 from elastic_mnist import environment, events, model
-from elastic_mnist.errors import AlreadyTold, StoreError, TrainingError, UsageError
+from elastic_mnist.errors import AlreadyTold, Stopped, StoreError, UsageError
 from elastic_mnist.events import log
 from elastic_mnist.job import Job, build, num_lanes
 from elastic_mnist.launch import Place
+from elastic_mnist.pulse import COMPUTING, heart
 from elastic_mnist.settings import Settings
+from elastic_mnist.signals import StopRequests
 from elastic_mnist.snapshots import contract, memory, resume
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.claim import Holder
@@ -24,17 +27,25 @@ from elastic_mnist.trainer import Training, train
 from elastic_mnist.world import refuse
 
 
-def run(settings: Settings, place: Place) -> None:
+def run(settings: Settings, place: Place, requests: StopRequests, at_end: ExitStack) -> None:
     """Train until the job is finished. Every rank must call this.
+
+    Args:
+        settings: of the job.
+        place: of this process.
+        requests: to stop, which this process receives.
+        at_end: gets what is to be done when this raises, after it has been told.
 
     Raises:
         UsageError: the user must put something right.
         TrainingError: the training cannot go on.
+        Stopped: the job was asked to stop; what is finished is saved.
         PeerLost: another rank is gone.
     """
-    job = Job(settings, place)
+    job = Job(settings, place, requests)
+    at_end.callback(job.writer.give_way)  # what is being written is good
     start = agree_on_start(job)
-    events.identify(run_id=start.record.run_id, generation=start.record.generation)
+    identify(job, start)
     if start.finished is not None:
         tell_nothing_to_do(job, start)
     else:
@@ -42,10 +53,13 @@ def run(settings: Settings, place: Place) -> None:
         warn_of_changed_bits(job, state)
         training, network = build(job, start, state)
         tell_start(job, start, training)
+        requests.begin(heart.seconds_without_progress, give_up)
         try:
-            train(training)
-        except TrainingError:
-            job.writer.give_way()  # what is being written is good
+            with heart.phase(COMPUTING):
+                train(training)
+        except Stopped:
+            tell_stop(job, training)
+            job.world.part()  # nobody leaves before rank 0 has saved
             raise
         if job.world.rank == 0:
             tell_end(job, start, training, network)
@@ -53,6 +67,29 @@ def run(settings: Settings, place: Place) -> None:
     if job.memory is not None:
         job.memory.release()
     job.world.leave()
+
+
+def identify(job: Job, start: Start) -> None:
+    """Let events and signs of life say whose they are."""
+    events.identify(run_id=start.record.run_id, generation=start.record.generation)
+    heart.run_id, heart.generation = start.record.run_id, start.record.generation
+    heart.rank, heart.world_size = job.world.rank, job.world.size
+    heart.tell = lambda reason, stack: log.error("worker.hung", reason=reason, step=heart.step, stack=stack)
+
+
+def give_up(reason: str) -> None:
+    """Tell that this process ends without having stopped in order."""
+    log.error("run.failed", reason=reason, step=heart.step)
+
+
+def tell_stop(job: Job, training: Training) -> None:
+    """Tell on rank 0 that the job was stopped, and where it will go on."""
+    log.info(
+        "run.stopped",
+        reason=job.requests.received or "a signal at another rank",
+        **vars(training.position),
+        path=job.tier.path(training.position.step),
+    )
 
 
 def agree_on_start(job: Job) -> Start:

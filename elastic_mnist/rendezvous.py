@@ -8,7 +8,9 @@ job of the environment. It acts only where the launched module is `elastic_mnist
   `--master_addr:--master_port`; torchrun's own choice, the static one, waits for MAX nodes;
 - gives each generation of workers a name of its own in the rendezvous' store. Stock workers share one
   namespace over restarts and may read the addresses of the dead;
-- ends the agent, instead of restarting its workers, where a worker has said that this is of no use.
+- ends the agent, instead of restarting its workers, where a worker has said that this is of no use;
+- holds the node's memory tier, and watches over its workers (`warden`);
+- ends an agent that was asked to stop with status 143 and one line.
 
 Invariant: torchrun's public interfaces (`RendezvousHandler`, `create_backend`, `create_handler`) are all it
 builds on; the one private thing it touches is the table of registered backends. Where that has moved, it
@@ -28,6 +30,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from types import TracebackType
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from torch.distributed import Store, TCPStore
@@ -40,7 +43,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_mnist import launch
-from elastic_mnist.errors import EXIT_USAGE, UsageError
+from elastic_mnist.errors import EXIT_STOPPED, EXIT_USAGE, UsageError
 
 if TYPE_CHECKING:
     from elastic_mnist.settings import Settings
@@ -68,6 +71,8 @@ def install() -> Creator:
         The creator that torchrun registers under the entry point's own name, so that
         `--rdzv_backend=elastic_mnist` asks for it openly.
     """
+    if MODULE in sys.argv:
+        sys.excepthook = _end_as_stopped(sys.excepthook)
     try:
         creators = rendezvous_handler_registry._registry  # noqa: SLF001 - `register` refuses a second creator
         for backend in ("static", "c10d"):
@@ -78,14 +83,40 @@ def install() -> Creator:
     return _create
 
 
+def _end_as_stopped(
+    otherwise: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
+    """Return a hook that ends an agent whose workers were asked to stop with their status, and without a traceback."""
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if _launch() is None or not _is_stop(error):
+            otherwise(kind, error, traceback)
+            return
+        _say("stopped; the same command goes on from here")
+        sys.stderr.flush()
+        os._exit(EXIT_STOPPED)
+
+    return hook
+
+
+def _is_stop(error: BaseException) -> bool:
+    """Whether an agent ends because it was asked to stop, or all of its workers were."""
+    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415 - only at the end
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - the same
+
+    if isinstance(error, ChildFailedError):
+        return all(failure.exitcode == EXIT_STOPPED for failure in error.failures.values())
+    return isinstance(error, SignalException)
+
+
 def _choose(stock: Creator) -> Creator:
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         arguments = _launch()
         if arguments is None:
             return stock(parameters)
         if parameters.backend == "static" and parameters.min_nodes == parameters.max_nodes:
-            _check_before_start(arguments)
-            return StaticRendezvous(stock(parameters), parameters.backend)
+            options = _check_before_start(arguments)
+            return StaticRendezvous(stock(parameters), parameters.backend, options)
         return _create(parameters)
 
     return create
@@ -141,7 +172,8 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         f"{parameters.max_nodes} nodes"
         + (", in place of the static one, which waits for all" if parameters.backend == "static" else "")
     )
-    return ElasticRendezvous(create_handler(store, backend, parameters), parameters.backend, store, endpoint)
+    handler = create_handler(store, backend, parameters)
+    return ElasticRendezvous(handler, parameters.backend, options, store, endpoint)
 
 
 def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Settings") -> None:
@@ -167,20 +199,20 @@ class StaticRendezvous(RendezvousHandler):
     Args:
         inner: does the work.
         backend: the name torchrun knows this by.
+        options: the workers' settings; None where they are another module's.
     """
 
-    def __init__(self, inner: RendezvousHandler, backend: str) -> None:
+    def __init__(self, inner: RendezvousHandler, backend: str, options: "Settings | None") -> None:
         self._inner = inner
         self._backend = backend
         self._store: Store | None = None
         self._agent_id = uuid.uuid4().hex
         os.environ[launch.AGENT_ID] = self._agent_id
         os.environ[launch.AGENT_PID] = str(os.getpid())
-        os.environ.pop(launch.JOB_ID, None)  # an agent may itself be started by another's worker
-        os.environ.pop(launch.MEMORY, None)
-        memory_path = _hold_memory()
-        if memory_path is not None:
-            os.environ[launch.MEMORY] = memory_path
+        for name in (launch.JOB_ID, launch.MEMORY, launch.PULSE):  # an agent may itself be some worker's child
+            os.environ.pop(name, None)
+        if options is not None:
+            _serve_workers(options)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round."""
@@ -239,12 +271,20 @@ class ElasticRendezvous(StaticRendezvous):
     Args:
         inner: does the work.
         backend: the name torchrun knows this by.
+        options: the workers' settings; None where they are another module's.
         store: the rendezvous' store.
         endpoint: HOST:PORT of the store, None where it is a file.
     """
 
-    def __init__(self, inner: RendezvousHandler, backend: str, store: Store, endpoint: str | None) -> None:
-        super().__init__(inner, backend)
+    def __init__(
+        self,
+        inner: RendezvousHandler,
+        backend: str,
+        options: "Settings | None",
+        store: Store,
+        endpoint: str | None,
+    ) -> None:
+        super().__init__(inner, backend, options)
         self._store = store
         self._endpoint = endpoint
         self._num_rounds = 0
@@ -269,24 +309,19 @@ class ElasticRendezvous(StaticRendezvous):
         return info
 
 
-def _hold_memory() -> str | None:
-    """Open a file without a name for the workers' memory tier; return a path that leads to it while this process lives.
+def _serve_workers(options: "Settings") -> None:
+    """Do for this node's workers what outlives them: hold their memory tier, and watch over them.
 
-    Where the system has no such memory, an unlinked file in the temporary directory serves; where it has no /proc,
-    nothing does, and the job goes on from durable snapshots only.
+    Both live in files without a name, which the kernel frees with this process. A system that has no such files has
+    neither: there the job goes on from durable snapshots, and a worker that is stopped stays unnoticed.
     """
-    try:
-        descriptor = os.memfd_create("elastic_mnist")
-    except (AttributeError, OSError):
-        import tempfile  # noqa: PLC0415 - seldom needed
+    if not hasattr(os, "memfd_create"):
+        return
+    from elastic_mnist.warden import Warden  # noqa: PLC0415 - other torchrun jobs must not pay for it
 
-        try:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
-        except OSError:
-            return None
-    path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return path if os.path.exists(path) else None  # noqa: PTH110 - a Path would resolve the link
+    os.environ[launch.MEMORY] = f"/proc/{os.getpid()}/fd/{os.memfd_create('elastic_mnist')}"
+    warden = Warden(hang_timeout=options.hang_timeout, event_log=options.event_log_path)
+    os.environ[launch.PULSE] = warden.path
 
 
 def _meet(endpoint: str, connect: Callable[[], Value]) -> Value:  # noqa: RET503 - `_end` does not return

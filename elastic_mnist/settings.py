@@ -168,10 +168,18 @@ class Settings:
     )
     hang_timeout: float = _option(
         60.0,
-        "seconds without an answer from a peer before it counts as lost",
+        "seconds without progress, or without a sign of life, after which a worker counts as hung and is replaced",
         group="compute",
         at_least=1,
         at_most=86_400,
+    )
+
+    on_nonfinite: str = _option(
+        "stop",
+        "what a loss or gradient that is not finite does: stop the job, or roll back to the state before the step and "
+        "go on without its samples, a bounded number of times",
+        group="compute",
+        choices=("stop", "rollback"),
     )
 
     event_log: Path | None = _option(
@@ -280,7 +288,7 @@ def _parser() -> _Parser:
         prog="torchrun [...] -m elastic_mnist",
         description="Train a ConvNet on MNIST. Kill it, stop it, resize it: it goes on where it was.",
         epilog="Exit status: 0 finished, or nothing left to do; 2 a usage, settings, data or store error; "
-        "else a failure.",
+        "143 stopped by SIGTERM, SIGINT or SIGUSR1, with a snapshot saved; else a failure.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )

@@ -8,18 +8,22 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
-from elastic_mnist.errors import TrainingError
+from elastic_mnist.errors import Stopped, TrainingError
 from elastic_mnist.evaluation import Evaluation
 from elastic_mnist.events import log
-from elastic_mnist.gradients import GradientSync
+from elastic_mnist.gradients import GradientSync, StepResult
+from elastic_mnist.pulse import SAVING, heart
 from elastic_mnist.sampler import Position, Step, StepSampler, num_steps_per_epoch
 from elastic_mnist.settings import Settings
 
 _TELL_SECONDS: Final = 1.0
+
+MAX_SKIPPED_STEPS: Final = 10
+"""Bad luck may spoil a few batches; more than that is a job that has gone wrong."""
 
 
 @dataclass(kw_only=True)
@@ -30,6 +34,8 @@ class Progress:
         epoch_loss_sum: over the samples of the epoch so far.
         num_evaluated_epochs: epochs whose end has been evaluated and told.
         test_loss, test_accuracy: of the last evaluation.
+        num_skipped_steps: whose gradient was not finite, over the whole job.
+        num_skipped_samples: of the epoch so far, which have no part in its loss.
         productive_seconds: spent in steps and evaluations that count; what is lost is not in here.
     """
 
@@ -37,6 +43,8 @@ class Progress:
     num_evaluated_epochs: int = 0
     test_loss: float | None = None
     test_accuracy: float | None = None
+    num_skipped_steps: int = 0
+    num_skipped_samples: int = 0
     productive_seconds: float = 0.0
 
 
@@ -81,7 +89,8 @@ def train(training: Training) -> None:
     """Train from `training.position` to the end of the last epoch. Every rank must call this.
 
     Raises:
-        TrainingError: a gradient was not finite.
+        Stopped: a rank was asked to stop; what is finished is saved.
+        TrainingError: a gradient was not finite, or too many of them.
         PeerLost: another rank is gone.
     """
     settings = training.settings
@@ -95,7 +104,8 @@ def train(training: Training) -> None:
         if training.position.epoch >= settings.epochs:
             if training.saved != training.position:
                 save(training)
-            training.settle()
+            with heart.phase(SAVING):
+                training.settle()
             return
         assert training.position.samples_in_epoch < training.num_samples  # or no step would ever come
         for step in remaining_steps(training):
@@ -104,20 +114,53 @@ def train(training: Training) -> None:
             training.note_samples(step, training.position.step)
             result = training.gradient(step, step_index=training.position.step)
             if result.num_bad:
-                raise TrainingError(
-                    f"step {training.position.step}: the gradient of {result.num_bad} micro-batches is not finite "
-                    f"or too large; nothing of it was saved. A smaller --lr may help"
-                )
-            training.optimizer.step()
+                skip(training, step, result)
+            else:
+                training.optimizer.step()
+                training.progress.epoch_loss_sum += result.loss_sum
             training.position = training.position.after(step, training.num_samples)
-            training.progress.epoch_loss_sum += result.loss_sum
             training.progress.productive_seconds += time.monotonic() - began
             training.keep(training)
             training.finished_step(training.position.step)
             meter.tell(training, step, result.loss_sum / step.num_samples)
+            if result.num_stopping:
+                stop(training)
             is_inside_epoch = training.position.samples_in_epoch > 0  # at its end, the evaluation comes first
             if is_inside_epoch and is_save_due(training):
                 save(training)
+
+
+def skip(training: Training, step: Step, result: StepResult) -> None:
+    """Go on without a step whose gradient is not finite, where that was asked for and has not happened too often.
+
+    Nothing has to be undone: the gradient was found bad before it was used, so the state is that before the step.
+    """
+    progress, index = training.progress, training.position.step
+    bad = f"step {index}: the gradient of {result.num_bad} micro-batches is not finite or too large"
+    if training.settings.on_nonfinite == "stop":
+        raise TrainingError(
+            f"{bad}; nothing of it was saved. A smaller --lr may help, or --on_nonfinite rollback to go on without it"
+        )
+    if progress.num_skipped_steps >= MAX_SKIPPED_STEPS:
+        raise TrainingError(f"{bad}, and {MAX_SKIPPED_STEPS} steps were skipped before; nothing of it was saved")
+    progress.num_skipped_steps += 1
+    progress.num_skipped_samples += step.num_samples
+    log.warning(
+        "step.skipped",
+        step=index,
+        epoch=training.position.epoch,
+        num_bad=result.num_bad,
+        num_skipped_steps=progress.num_skipped_steps,
+    )
+
+
+def stop(training: Training) -> NoReturn:
+    """Save what is finished, and end: a rank was asked to stop."""
+    if training.saved != training.position:
+        save(training)
+    with heart.phase(SAVING):
+        training.settle()
+    raise Stopped
 
 
 def remaining_steps(training: Training) -> StepSampler:
@@ -179,13 +222,13 @@ def finish_epoch(training: Training, meter: "Meter") -> None:
         "epoch.finished",
         epoch=training.position.epoch,
         step=training.position.step,
-        train_loss=progress.epoch_loss_sum / training.num_samples,
+        train_loss=progress.epoch_loss_sum / max(1, training.num_samples - progress.num_skipped_samples),
         test_loss=evaluation.loss,
         test_accuracy=evaluation.accuracy,
         num_test_samples=evaluation.num_samples,
         samples_per_second=meter.epoch_rate(),
     )
-    progress.epoch_loss_sum = 0.0
+    progress.epoch_loss_sum, progress.num_skipped_samples = 0.0, 0
     meter.restart()
 
 

@@ -9,22 +9,34 @@ Every collective goes through `World` or under its `guard`, and raises `PeerLost
 
 import contextlib
 import hashlib
+import os
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_mnist import launch
-from elastic_mnist.errors import PeerLost, UsageError
+from elastic_mnist.errors import EXIT_FAILURE, PeerLost, UsageError
+from elastic_mnist.events import log
+from elastic_mnist.pulse import PARTING, WAITING, Stillness, heart
 
 _POLL_SECONDS: Final = 0.02
 _RESEND_SECONDS: Final = 0.5
+
+_MEETING_SECONDS: Final = 60.0
+"""Peers that have just been started may take their time."""
+
+_BACKSTOP: Final = timedelta(days=1)
+"""A collective waits for a slow peer for as long as it lives; whether it does is for `PeerWatch` to tell."""
+
+_ANSWER_SECONDS: Final = 5.0
+_OTHERS_SECONDS: Final = 1.0
 
 
 class World:
@@ -33,20 +45,20 @@ class World:
     Args:
         place: this process's place.
         device: where its tensors are.
-        timeout: seconds after which a silent peer counts as lost.
+        timeout: seconds without a sign of life after which a peer counts as lost.
     """
 
     def __init__(self, place: launch.Place, device: torch.device, *, timeout: float) -> None:
         self.size = place.world_size
         self.device = device
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timedelta(seconds=max(timeout, _MEETING_SECONDS))
         with guard("meeting"):
-            self._store = _meet(place, self._timeout)
+            self._store, self._key = _meet(place, self._timeout)
             self.rank = _take_seat(self._store, place)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=self._timeout
-            )
+            dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=_BACKSTOP)
+        if self.size > 1:
+            heart.checks.append(PeerWatch(place, self.rank, timeout=timeout, key=self._key).look)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add `tensor` up over all ranks, in place."""
@@ -99,9 +111,9 @@ class World:
                 for rank in range(1, self.size):
                     self._store.get(f"parted/{rank}")
                 return
-            while not self._store.check(["parting"]):
-                with contextlib.suppress(dist.DistStoreError):  # not yet
-                    self._store.wait(["parting"], self._timeout)
+            with heart.phase(PARTING):
+                while not self._store.check(["parting"]):
+                    time.sleep(_POLL_SECONDS)
             self._store.set(f"parted/{self.rank}", "")
 
     def wrap(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
@@ -144,22 +156,88 @@ def refuse(place: launch.Place, reason: str) -> None:
         print(f"elastic_mnist: error: {reason}", file=sys.stderr, flush=True)  # noqa: T201 - for people, not for the log
 
 
-def _meet(place: launch.Place, timeout: timedelta) -> dist.Store:
-    """Return a store that this generation's ranks alone use."""
+class PeerWatch:
+    """Notices a peer that gives no sign of life, and ends this process: a collective would wait for it for ever.
+
+    Each process leaves its signs in the store. They are looked at only while this process waits for its peers.
+
+    Args:
+        place: leads to the store.
+        rank: of this process.
+        timeout: seconds without a sign of life after which a peer counts as lost.
+        key: names the generation.
+    """
+
+    def __init__(self, place: launch.Place, rank: int, *, timeout: float, key: str) -> None:
+        self._place = place
+        self._rank = rank
+        self._timeout = timeout
+        self._prefix = f"elastic_mnist/{key}/pulse"
+        self._store: dist.Store | None = None
+        self._beats = 0
+        self._next_look = 0.0
+        self._stillness = {rank: Stillness() for rank in range(place.world_size)}
+        self._silence = Stillness()
+
+    def look(self, waiting_seconds: float) -> None:
+        """Leave a sign, and look at the peers' where this process has been waiting; called with each beat."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        interval = min(1.0, self._timeout / 10)
+        self._next_look = now + interval
+        is_stuck = waiting_seconds > self._timeout
+        try:
+            signs = self._exchange(is_stuck=is_stuck, is_waiting=waiting_seconds > interval)
+        except RuntimeError as error:  # torch's DistError and its kin
+            self._store = None
+            if self._silence.seconds(self._beats) > self._timeout and is_stuck:
+                self._end(f"the store has not answered for {self._timeout:.0f} s: {str(error).splitlines()[0]}")
+            return
+        self._beats += 1
+        for rank, (beats, _) in signs.items():
+            seconds = self._stillness[rank].seconds(beats)
+            # A second more than the peer's own agent, which can tell more of it.
+            if seconds > self._timeout + _OTHERS_SECONDS:
+                self._end(f"rank {rank} has given no sign of life for {seconds:.0f} s")
+        if is_stuck and signs and all(is_other_stuck for _, is_other_stuck in signs.values()):
+            self._end(f"all ranks are alive and have waited for each other for {waiting_seconds:.0f} s")
+
+    def _exchange(self, *, is_stuck: bool, is_waiting: bool) -> dict[int, tuple[str, bool]]:
+        """Leave a sign; where this process waits, return each peer's number of beats, and whether it is stuck too."""
+        if self._store is None:
+            store = _connect(self._place, timedelta(seconds=_ANSWER_SECONDS), may_serve=False)
+            self._store = dist.PrefixStore(self._prefix, store)
+        self._store.set(str(self._rank), f"{self._beats} {int(is_stuck)}")
+        signs = {}
+        for rank in self._stillness if is_waiting else ():
+            if rank != self._rank:
+                text = self._store.get(str(rank)).decode() if self._store.check([str(rank)]) else "0 0"
+                beats, is_other_stuck = text.split()
+                signs[rank] = (beats, is_other_stuck == "1")
+        return signs
+
+    def _end(self, reason: str) -> NoReturn:
+        log.warning("peer.hung", reason=reason, step=heart.step)
+        os._exit(EXIT_FAILURE)
+
+
+def _meet(place: launch.Place, timeout: timedelta) -> tuple[dist.Store, str]:
+    """Return a store that this generation's ranks alone use, and the generation's name there."""
     if place.endpoint is None:
-        return dist.HashStore()
+        return dist.HashStore(), ""
     store = _connect(place, timeout)
     key = place.generation_key or _agree_on_key(store, place.rank, place.world_size, timeout)
-    return dist.PrefixStore(f"elastic_mnist/{key}", store)
+    return dist.PrefixStore(f"elastic_mnist/{key}", store), key
 
 
-def _connect(place: launch.Place, timeout: timedelta) -> dist.TCPStore:
+def _connect(place: launch.Place, timeout: timedelta, *, may_serve: bool = True) -> dist.TCPStore:
     assert place.endpoint is not None
     host, port = place.endpoint
     return dist.TCPStore(
         host,
         port,
-        is_master=place.rank == 0 and not place.is_hosted,
+        is_master=may_serve and place.rank == 0 and not place.is_hosted,
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
@@ -205,9 +283,10 @@ def _take_seat(store: dist.Store, place: launch.Place) -> int:
 
 @contextlib.contextmanager
 def guard(what: str) -> Iterator[None]:
-    """Turn what torch raises in a collective when a rank is gone into `PeerLost`."""
+    """Wait for peers: say so meanwhile, and turn what torch raises when one of them is gone into `PeerLost`."""
     try:
-        yield
+        with heart.phase(WAITING):
+            yield
     except RuntimeError as error:  # also torch's DistError and its kin
         reason = str(error).splitlines()[0][:300]
         raise PeerLost(f"{what}: {reason}") from error

@@ -8,13 +8,11 @@ A second job, under the same settings, is told that the place is in use, where i
 alive: on the same host. From another host it takes over, and the first one ends with that reason.
 """
 
-import contextlib
 import os
-import socket
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from elastic_mnist import processes
 from elastic_mnist.errors import Fenced, StoreConflict, UsageError
 from elastic_mnist.launch import Place
 from elastic_mnist.snapshots import record as run_record
@@ -41,10 +39,10 @@ class Holder:
     def of(cls, place: Place) -> "Holder":
         """Return this process's launch."""
         pid = place.agent_pid or (os.getpid() if place.endpoint is None else os.getppid())
-        started = _started(pid)
+        host, started = processes.host(), processes.started(pid)
         return cls(
-            job_id=place.job_id or f"{_host()} {pid} {started}",
-            host=_host(),
+            job_id=place.job_id or f"{host} {pid} {started}",
+            host=host,
             pid=pid,
             pid_started=started,
         )
@@ -57,7 +55,12 @@ class Holder:
 def is_alive(holder: dict[str, Any]) -> bool:
     """Whether a holder can be seen to be alive from here."""
     pid, started = holder.get("pid"), holder.get("pid_started")
-    return holder.get("host") == _host() and isinstance(pid, int) and started is not None and _started(pid) == started
+    return (
+        holder.get("host") == processes.host()
+        and isinstance(pid, int)
+        and started is not None
+        and processes.started(pid) == started
+    )
 
 
 def refuse_if_in_use(recorded: RunRecord, holder: Holder, where: str) -> None:
@@ -124,22 +127,3 @@ class Claim:
             f"{self._storage.location} was taken over by another job, run {other.run_id}, process "
             f"{other.holder.get('pid')}; this one ends. Two jobs need two --snapshot_path"
         )
-
-
-def _host() -> str:
-    """Name this machine, since it was started, and its space of process ids."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    with contextlib.suppress(OSError):
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return " ".join(parts)
-
-
-def _started(pid: int) -> int | None:
-    """Return the tick at which a process began; None where it is dead, or where the system does not say."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state == "Z" else int(rest[18])
-    except (OSError, ValueError, IndexError):
-        return None

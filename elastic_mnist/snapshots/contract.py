@@ -41,6 +41,7 @@ def in_step(settings: Settings, device_type: str) -> dict[str, Any]:
         "epochs": settings.epochs,
         "test_samples": settings.test_samples,
         "device": device_type,
+        "on_nonfinite": settings.on_nonfinite,
     }
 
 

@@ -30,6 +30,8 @@ _KINDS: Final[dict[str, type | tuple[type, ...]]] = {
     "contract": dict,
     "resumed_from": (str, type(None)),
     "holder": dict,
+    "reached": (int, type(None)),
+    "num_stalled": int,
 }
 
 
@@ -46,6 +48,8 @@ class RunRecord:
         contract: the settings its result hangs on.
         resumed_from: the snapshot elsewhere that it began from; None for a fresh start.
         holder: which processes claimed it, as `claim.Holder` describes them.
+        reached: number of steps that the newest generation whose end is known had finished then.
+        num_stalled: generations in a row, of the same launch, that ended at the step where the one before had.
     """
 
     run_id: str
@@ -56,6 +60,8 @@ class RunRecord:
     contract: Contract
     resumed_from: str | None
     holder: dict[str, Any] = field(default_factory=dict)
+    reached: int | None = None
+    num_stalled: int = 0
 
     @classmethod
     def new(cls, contract: Contract, *, started_at: float, resumed_from: str | None = None) -> "RunRecord":

@@ -30,6 +30,9 @@ from elastic_mnist.snapshots.storage import Storage
 _ORDER: Final = ("dataset", "train_samples", "data_sha256", "seed")
 """The fields of the contract that the order of an epoch's samples hangs on."""
 
+MAX_STALLED: Final = 3
+"""More deaths at one and the same step are no accident."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
@@ -146,7 +149,7 @@ def decide(
         if found.record.is_finished and found.source == "storage" and found.position.epoch >= settings.epochs:
             assert isinstance(found.snapshot, Snapshot)
             return replace(start, record=found.record, data=None, finished=found.snapshot.manifest)
-        start = _go_on(start, found.record, contract, found.position, mark_path)
+        start = _go_on(start, found.record, found.position, mark_path, holder)
     record = replace(start.record, holder=holder.to_plain())
     if isinstance(found.snapshot, ForeignFile):
         start = replace(start, data=pack(_state_of(found.snapshot, settings, record, world_size)))
@@ -337,11 +340,24 @@ def check_same_settings(start: Start, asked: Contract) -> None:
         raise UsageError(f"settings differ between the nodes: {texts}; start all nodes with the same options")
 
 
-def _go_on(start: Start, recorded: RunRecord, contract: Contract, position: Position, mark_path: Path) -> Start:
-    """Return the start as the next generation of the recorded run."""
+def _go_on(start: Start, recorded: RunRecord, position: Position, mark_path: Path, holder: Holder) -> Start:
+    """Return the start as the next generation of the recorded run.
+
+    Raises:
+        UsageError: the last generations of this launch all ended at the same step.
+    """
     reached = ProgressMark.read(mark_path, recorded)
     num_lost_steps = None if reached is None else max(0, reached - position.step)
-    record = recorded.next_generation(num_lost_steps=num_lost_steps or 0, contract=contract)
+    record = recorded.next_generation(num_lost_steps=num_lost_steps or 0, contract=start.record.contract)
+    if recorded.holder.get("job_id") != holder.job_id:  # somebody has looked at it, and started it again
+        record = replace(record, reached=reached, num_stalled=0)
+    elif reached is not None:
+        num_stalled = recorded.num_stalled + 1 if reached == recorded.reached else 0
+        record = replace(record, reached=reached, num_stalled=num_stalled)
+    if record.num_stalled >= MAX_STALLED:
+        reason = f"{record.num_stalled + 1} generations in a row have ended at step {reached}"
+        log.error("run.failed", reason=reason, step=reached)
+        raise UsageError(f"{reason}; the event log and the output above say why. Put it right, and start the job again")
     return replace(start, record=record, num_lost_steps=num_lost_steps)
 
 

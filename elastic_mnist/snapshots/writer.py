@@ -19,7 +19,8 @@ from elastic_mnist.events import log
 _NUM_TRIES: Final = 4
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 10.0
-_PARTING_SECONDS: Final = 10.0
+_SETTLE_SECONDS: Final = 600.0
+_PARTING_SECONDS: Final = 5.0
 _NICENESS: Final = 5  # the lanes go first
 
 
@@ -84,14 +85,18 @@ class BackgroundWriter:
             TrainingError: the newest could not be saved.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or not (self._waiting or self._writing))
+            is_settled = self._changed.wait_for(
+                lambda: self._error is not None or not (self._waiting or self._writing), timeout=_SETTLE_SECONDS
+            )
+            if not is_settled:
+                raise TrainingError(f"the last snapshot could not be saved within {_SETTLE_SECONDS:.0f} s")
             if self._error is not None:
                 raise self._error
             if self._last_failure is not None:
                 raise TrainingError(f"the last snapshot could not be saved: {self._last_failure}")
 
     def give_way(self) -> None:
-        """Wait for all that was handed over, but not for long, and whatever comes of it: the training has failed."""
+        """Wait for all that was handed over, but not for long, and whatever comes of it: the training has ended."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._waiting or self._writing), timeout=_PARTING_SECONDS)
 

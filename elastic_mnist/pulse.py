@@ -1,0 +1,204 @@
+"""A worker's signs of life, and what is read from them: is it alive, does it move, where does it stand?
+
+The thread that trains counts what it has done: a micro-batch, a chunk of an evaluation, a collective. A second thread
+beats a few times a second, and writes the count where the node's agent can see it (see `warden`). So three ways to hang
+can be told apart, and from what is merely slow:
+
+- stopped, or wedged with the interpreter's lock held: the beats cease, and the agent ends the process;
+- spinning: the beats go on and the count stands still while it computes; the process tells where, and ends itself;
+- waiting for a peer: the count stands still in a collective. That is the peer's fault, if it is one: see `world`.
+
+A long evaluation, a slow step or a slow store is none of these.
+"""
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from elastic_mnist import processes
+from elastic_mnist.errors import EXIT_FAILURE
+
+NUM_SLOTS: Final = 1024  # local ranks
+
+_BEAT_SECONDS: Final = 0.2
+_SLOT: Final = struct.Struct("<QQQQqqqqq24s16s")
+_SLOT_SIZE: Final = 256
+TABLE_SIZE: Final = NUM_SLOTS * _SLOT_SIZE
+_GAP_SECONDS: Final = 2.0
+"""Whoever was not run for so long, because the machine or the process was stopped, knows nothing of the others."""
+
+SETTING_UP: Final = "setting up"
+COMPUTING: Final = "computing"
+WAITING: Final = "waiting for peers"
+SAVING: Final = "saving"
+PARTING: Final = "waiting for rank 0 to save"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign:
+    """What a worker has written of itself.
+
+    Attributes:
+        pid, pid_started: which process.
+        num_beats: of its second thread.
+        num_done: what the thread that trains has counted.
+        step: number of steps finished; -1 before the first is known.
+        phase: what it is doing, for people.
+        stack_descriptor: of the file to which it writes its stack at SIGUSR2; -1 for none.
+    """
+
+    pid: int
+    pid_started: int
+    num_beats: int
+    num_done: int
+    step: int
+    rank: int
+    world_size: int
+    generation: int
+    stack_descriptor: int
+    phase: str
+    run_id: str
+
+    def to_bytes(self) -> bytes:
+        """Return the content of a slot."""
+        *numbers, phase, run_id = vars(self).values()
+        return _SLOT.pack(*numbers, phase.encode(), run_id.encode())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Sign":
+        """Read a slot."""
+        *numbers, phase, run_id = _SLOT.unpack(data)
+        texts = (text.rstrip(b"\0").decode(errors="replace") for text in (phase, run_id))
+        return cls(**dict(zip(cls.__dataclass_fields__, (*numbers, *texts), strict=True)))
+
+
+def read(descriptor: int) -> list[Sign]:
+    """Return the signs of all workers that have ever written one to an agent's table."""
+    data = os.pread(descriptor, TABLE_SIZE, 0)
+    slots = (data[begin : begin + _SLOT.size] for begin in range(0, len(data), _SLOT_SIZE))
+    return [sign for sign in map(Sign.from_bytes, slots) if sign.pid]
+
+
+class Stillness:
+    """For how long something has not changed, as far as this process can tell."""
+
+    def __init__(self) -> None:
+        self._value: object = None
+        self._since = self._looked = time.monotonic()
+
+    def seconds(self, value: object) -> float:
+        """Look at a value; return for how many seconds it has been the same."""
+        now = time.monotonic()
+        if value != self._value or now - self._looked > _GAP_SECONDS:
+            self._value, self._since = value, now
+        self._looked = now
+        return now - self._since
+
+
+class Heart:
+    """The signs of life of this process.
+
+    Its attributes are set by whoever knows them: `step`, `rank` and the like. Before `start` all of it has no effect.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.rank = -1
+        self.world_size = 0
+        self.generation = -1
+        self.run_id = ""
+        self.checks: list[Callable[[float], None]] = []
+        self.tell: Callable[[str, str], None] = lambda _reason, _stack: None
+        self._phase = SETTING_UP
+        self._num_done = 0
+        self._num_beats = 0
+        self._stillness = Stillness()
+        self._still_seconds = 0.0
+
+    def start(self, path: str | None, *, local_rank: int, hang_timeout: float) -> None:
+        """Begin to beat.
+
+        Args:
+            path: leads to the agent's table; None for none.
+            local_rank: the slot there.
+            hang_timeout: seconds without progress after which this process ends itself.
+        """
+        self._hang_timeout = hang_timeout
+        self._pid, self._pid_started = os.getpid(), processes.started(os.getpid()) or 0
+        self._slot, self._stack_descriptor = None, -1
+        with contextlib.suppress(OSError, ValueError):
+            if path is not None and local_rank < NUM_SLOTS:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                self._slot = memoryview(mmap.mmap(descriptor, TABLE_SIZE))[local_rank * _SLOT_SIZE :]
+                os.close(descriptor)
+                self._stack_descriptor = os.memfd_create("stack")
+                faulthandler.register(signal.SIGUSR2, file=self._stack_descriptor, all_threads=True)
+        self._trainer = threading.get_ident()
+        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+
+    def progress(self) -> None:
+        """Count something done. Called from any thread; a count that is lost between two of them does no harm."""
+        self._num_done += 1
+
+    @contextlib.contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """Say what this process does meanwhile."""
+        before, self._phase = self._phase, phase
+        self._num_done += 1
+        try:
+            yield
+        finally:
+            self._num_done += 1
+            self._phase = before
+
+    def seconds_without_progress(self) -> float:
+        """Return for how long nothing has been counted; a store may take its time."""
+        return 0.0 if self._phase in (SAVING, PARTING) else self._still_seconds
+
+    def _beat(self) -> None:
+        while True:
+            self._num_beats += 1
+            if self._slot is not None:
+                self._slot[: _SLOT.size] = self._sign().to_bytes()
+            self._still_seconds = self._stillness.seconds((self._num_done, self._phase))
+            if self._phase == COMPUTING and self._still_seconds > self._hang_timeout:
+                self._end()
+            for check in self.checks:
+                check(self._still_seconds if self._phase in (WAITING, PARTING) else 0.0)
+            time.sleep(_BEAT_SECONDS)
+
+    def _sign(self) -> Sign:
+        return Sign(
+            pid=self._pid,
+            pid_started=self._pid_started,
+            num_beats=self._num_beats,
+            num_done=self._num_done,
+            step=self.step,
+            rank=self.rank,
+            world_size=self.world_size,
+            generation=self.generation,
+            stack_descriptor=self._stack_descriptor,
+            phase=self._phase,
+            run_id=self.run_id,
+        )
+
+    def _end(self) -> None:
+        """Tell where the thread that trains stands, and end the process."""
+        frame = sys._current_frames().get(self._trainer)  # noqa: SLF001 - the documented way to another thread's stack
+        stack = "" if frame is None else "".join(traceback.format_stack(frame))
+        self.tell(f"no progress for {self._still_seconds:.0f} s while {self._phase}", stack)
+        os._exit(EXIT_FAILURE)
+
+
+heart: Final = Heart()
+"""One a process."""

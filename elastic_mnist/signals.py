@@ -1,0 +1,78 @@
+"""Requests to stop: SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (the notice that some schedulers send before they preempt).
+
+Invariant: nothing is done in a signal handler. The signals are blocked, and one thread waits for them; so they are
+noticed at once also while the thread that trains sits in a collective, and the process never dies half-way through a
+write. Before the training there is nothing to save, and the process ends right there. During it, a signal is a flag:
+the ranks agree on a step with the gradient's all-reduce (see `gradients`), save and end together.
+
+A process that cannot stop in order, because a peer does not answer, ends by itself before the launcher would kill it.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED
+
+SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+
+_GRACE_SECONDS: Final = 25.0
+"""torchrun kills 30 s after its SIGTERM."""
+
+_STUCK_SECONDS: Final = 10.0
+"""Without any progress for so long, a process that is asked to stop waits for a peer in vain."""
+
+_IMPATIENCE_SECONDS: Final = 3.0
+_POLL_SECONDS: Final = 0.25
+
+
+class StopRequests:
+    """The signals that this process has received. Construct it before any other thread is started."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._is_training = False
+        self._interrupted_at: float | None = None
+        self._lock = threading.Lock()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        threading.Thread(target=self._wait, name="signals", daemon=True).start()
+
+    def begin(self, seconds_without_progress: Callable[[], float], give_up: Callable[[str], None]) -> None:
+        """Let a signal be a request from here on.
+
+        Args:
+            seconds_without_progress: tells for how long the training has stood still.
+            give_up: is told why the process ends without having stopped in order.
+        """
+        with self._lock:
+            self._seconds_without_progress = seconds_without_progress
+            self._give_up = give_up
+            self._is_training = True
+
+    def _wait(self) -> None:
+        while True:
+            number = signal.sigwait(SIGNALS)
+            with self._lock:
+                if not self._is_training or (number == signal.SIGINT and self._is_impatient()):
+                    os._exit(EXIT_STOPPED)
+                if self.received is None:
+                    self.received = signal.Signals(number).name
+                    threading.Thread(target=self._end_in_time, name="grace", daemon=True).start()
+
+    def _is_impatient(self) -> bool:
+        """Whether somebody has pressed Ctrl-C again. Of one Ctrl-C, the launcher passes on a second signal."""
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+        return now - self._interrupted_at > _IMPATIENCE_SECONDS
+
+    def _end_in_time(self) -> None:
+        """End the process where it does not end by itself."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline and self._seconds_without_progress() < _STUCK_SECONDS:
+            time.sleep(_POLL_SECONDS)
+        self._give_up(f"{self.received}: not stopped in time, a peer or the store does not answer")
+        os._exit(EXIT_FAILURE)
