@@ -2,21 +2,20 @@
 
 Floating-point addition is not associative: the sum of the micro-batches' gradients depends on the order of the
 additions, and that order on who computed what. Integer addition has no order. So each micro-batch's fp32 gradient
-is turned into fixed-point int64 and added there; sums within a lane, over lanes, over ranks, by gloo or by NCCL, are
-then all the same sum, down to the last bit.
+is turned into fixed-point int64 and added there. Lanes may then add to one sum as they come, and ranks by gloo or by
+NCCL: it is always the same sum, down to the last bit.
 
 The scale, a power of two
     A micro-batch of at most b samples adds the gradient of the *sum* of its losses. With M micro-batches in a step
     and 2^62 as the room of an int64 (one bit is the sign, one a margin), a value may reach 2^62 / M without any sum
-    of M of them overflowing. We admit a norm of 2^10 for the mean gradient of a micro-batch, hence |value| < 2^10 b,
+    of M of them overflowing. We admit 2^10 for each value of a micro-batch's mean gradient, hence |value| < 2^10 b,
     and scale by the largest power of two that fits:
 
         2^10 * b * M * 2^exponent <= 2^62
 
-    The bound is checked, not hoped for: the 2-norm of every micro-batch's gradient, a dot product over its pieces,
-    must lie below 2^10 b. The norm bounds each element, and NaN and infinity fail the comparison too. (The norm is
-    itself a rounded fp32 number, for a million elements by 7 % at the very worst; the margin bit pays for that.) So
-    overflow cannot happen, and what is not finite is found before it is added.
+    The bound is checked, not hoped for: least and greatest value of every micro-batch's gradient must lie within
+    2^10 b, which infinities do not, and NaN fails each comparison. So overflow cannot happen, and what is not finite
+    is found.
 
 The error
     Scaling by a power of two is exact. Conversion to int64 truncates: less than one unit, 2^-exponent, for each
@@ -30,28 +29,34 @@ The error
 """
 
 import math
-from collections.abc import Sequence
-from typing import Final
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-MEAN_NORM_LIMIT_BITS: Final = 10
+MEAN_LIMIT_BITS: Final = 10
 LOSS_EXPONENT: Final = 24  # of the losses' own fixed point: 6e-8 of a nat for each micro-batch
 
+_BLOCK: Final = 2**16  # values: with their integers and their sums 1.3 MB, less than a core's second cache
 _ROOM_BITS: Final = 62
 _LOSS_LIMIT: Final = 2.0**22  # 2^16 micro-batches at this limit still fit, one for each sample of MNIST
+
+_Floats: TypeAlias = npt.NDArray[np.float32]
+_Integers: TypeAlias = npt.NDArray[np.int64]
 
 
 def choose_exponent(micro_batch_size: int, num_micro_batches: int) -> int:
     """Return the exponent of the scale; see the module's docstring."""
-    return math.floor(_ROOM_BITS - MEAN_NORM_LIMIT_BITS - math.log2(micro_batch_size * num_micro_batches))
+    return math.floor(_ROOM_BITS - MEAN_LIMIT_BITS - math.log2(micro_batch_size * num_micro_batches))
 
 
-def norm_limit(micro_batch_size: int, exponent: int) -> float:
-    """Return what the 2-norm of a micro-batch's scaled gradient must lie below."""
-    return micro_batch_size * 2.0 ** (MEAN_NORM_LIMIT_BITS + exponent)
+def value_limit(micro_batch_size: int, exponent: int) -> float:
+    """Return what the magnitudes of a micro-batch's scaled gradient must lie below."""
+    return micro_batch_size * 2.0 ** (MEAN_LIMIT_BITS + exponent)
 
 
 def error_bound(micro_batch_size: int, num_micro_batches: int, num_samples: int) -> float:
@@ -72,53 +77,85 @@ def loss_from_fixed(total: int) -> float:
 class FixedPointSum:
     """Adds scaled fp32 vectors up in int64; what lies behind the binary point is cut off.
 
-    The work is bound by memory, not by arithmetic, so each vector is passed over as few times as can be.
+    Threads may add at the same time; in which order they come changes no bit.
 
     Args:
         total: (num_values,) int64, where the sum is kept.
-        norm_limit: vectors whose 2-norm is not below this are counted in `num_bad` and not added.
+        limit: vectors with a value whose magnitude is not below this are not added.
     """
 
-    def __init__(self, total: Tensor, *, norm_limit: float) -> None:
+    def __init__(self, total: Tensor, *, limit: float) -> None:
         self._total = total
-        self._norm_limit = norm_limit
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._integers = np.empty(_BLOCK, dtype=np.int64)
         self.clear()
 
     def clear(self) -> None:
         """Begin a new sum."""
-        self.num_bad = 0
         self._is_empty = True  # the first vector is written, not added: no need for zeros
 
     @property
     def total(self) -> Tensor:
-        """The sum."""
+        """The sum. Read it when nobody is adding."""
         if self._is_empty:
             self._total.zero_()
             self._is_empty = False
         return self._total
 
-    def add(self, pieces: Sequence[Tensor]) -> None:
-        """Add the vector that the flattened `pieces` form, if it is finite and within the limit."""
+    def add(self, pieces: Sequence[Tensor]) -> bool:
+        """Add the vector that the flattened `pieces` form, if all of it is within the limit; return whether it is.
+
+        A vector that is not leaves the sum as it was.
+        """
         vectors = [piece.reshape(-1) for piece in pieces]
-        # A square that overflows fp32 is an infinity, and fails; so does a NaN.
-        if not math.sqrt(sum(torch.dot(vector, vector).item() for vector in vectors)) < self._norm_limit:
-            self.num_bad += 1
-            return
-        for vector, total in zip(vectors, self._total.split([len(vector) for vector in vectors]), strict=True):
+        totals = self._total.split([len(vector) for vector in vectors])
+        with self._lock:
+            add = self._add_on_cpu if self._total.device.type == "cpu" else self._add_on_accelerator
+            is_fit = add(vectors, totals)
+            self._is_empty = self._is_empty and not is_fit
+        return is_fit
+
+    def _add_on_cpu(self, vectors: Sequence[Tensor], totals: Sequence[Tensor]) -> bool:
+        """Pass over the memory once, which is what bounds the work, in blocks that a cache holds.
+
+        numpy, because torch takes twice as long to add integers.
+        """
+        added: list[tuple[_Floats, _Integers]] = []
+        for block, total in _blocks(vectors, totals):
+            if not (-self._limit < np.minimum.reduce(block) and np.maximum.reduce(block) < self._limit):
+                for before, total_before in added:  # integers: what is taken away again leaves no trace
+                    np.subtract(total_before, self._to_integers(before), out=total_before)
+                return False
+            if self._is_empty:
+                np.copyto(total, block, casting="unsafe")
+            else:
+                np.add(total, self._to_integers(block), out=total)
+            added.append((block, total))
+        return True
+
+    def _to_integers(self, block: _Floats) -> _Integers:
+        integers = self._integers[: len(block)]
+        np.copyto(integers, block, casting="unsafe")
+        return integers
+
+    def _add_on_accelerator(self, vectors: Sequence[Tensor], totals: Sequence[Tensor]) -> bool:
+        greatest = torch.stack([vector.abs().amax() for vector in vectors]).amax()
+        if not greatest.item() < self._limit:
+            return False
+        for vector, total in zip(vectors, totals, strict=True):
             if self._is_empty:
                 total.copy_(vector)
             else:
-                _add_truncated(total, vector)
-        self._is_empty = False
+                total.add_(vector.to(torch.int64))
+        return True
 
 
-def _add_truncated(total: Tensor, vector: Tensor) -> None:
-    """Add fp32 to int64, in place."""
-    if total.device.type != "cpu":
-        total.add_(vector.to(torch.int64))
-        return
-    # numpy converts and adds in one pass, through a buffer in the first cache; torch would write the integers out.
-    np.add(total.numpy(), vector.numpy(), out=total.numpy(), dtype=np.int64, casting="unsafe")
+def _blocks(vectors: Sequence[Tensor], totals: Sequence[Tensor]) -> Iterator[tuple[_Floats, _Integers]]:
+    for vector, total in zip(vectors, totals, strict=True):
+        floats, integers = vector.numpy(), total.numpy()
+        for start in range(0, len(floats), _BLOCK):
+            yield floats[start : start + _BLOCK], integers[start : start + _BLOCK]
 
 
 def to_float(total: Tensor, factor: float, out: Tensor) -> None:
@@ -135,4 +172,4 @@ def to_float(total: Tensor, factor: float, out: Tensor) -> None:
     if total.device.type != "cpu":
         out.copy_(total.double().mul_(factor))
         return
-    np.multiply(total.numpy(), factor, out=out.numpy(), dtype=np.float64, casting="unsafe")  # one pass, as above
+    np.multiply(total.numpy(), factor, out=out.numpy(), dtype=np.float64, casting="unsafe")  # no copy in between

@@ -19,8 +19,8 @@ from elastic_mnist.fixed_point import (
     choose_exponent,
     loss_from_fixed,
     loss_to_fixed,
-    norm_limit,
     to_float,
+    value_limit,
 )
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.model import normalise
@@ -35,7 +35,7 @@ class StepResult:
     """What all ranks know after a step's gradient; the same at each of them.
 
     Attributes:
-        loss_sum: of the step's samples, over all ranks.
+        loss_sum: of the step's samples, over all ranks, less those of bad micro-batches.
         num_bad: micro-batches whose loss or gradient was not finite, or beyond the limit of the fixed point.
         num_stopping: ranks that had been asked to stop when they sent their gradient.
     """
@@ -138,15 +138,7 @@ class ExactGradient:
         # What is sent: the sum of the gradients, and behind it the integers that travel along.
         self._message = torch.zeros(sum(sizes) + _NUM_EXTRAS, dtype=torch.int64, device=problem.device)
         self._values, self._extras = self._message[: sum(sizes)], self._message[sum(sizes) :]
-        self._sums = [
-            FixedPointSum(
-                # The first lane adds where the message is read.
-                self._values if lane == 0 else torch.empty_like(self._values),
-                norm_limit=norm_limit(micro_batch_size, self._exponent),
-            )
-            for lane in range(lanes.num_lanes)
-        ]
-        self._losses = [0] * lanes.num_lanes
+        self._sum = FixedPointSum(self._values, limit=value_limit(micro_batch_size, self._exponent))
         # The backward pass begins with the scale, and each of its products is scaled by a power of two: the
         # gradients come out in fixed-point units, with the bits that they would have had.
         self._scale = torch.tensor(2.0**self._exponent, device=problem.device)
@@ -156,27 +148,21 @@ class ExactGradient:
 
     def __call__(self, step: Step, *, step_index: int) -> StepResult:
         """Compute, add up and agree; see `GradientSync`."""
-        for lane, total in enumerate(self._sums):
-            total.clear()
-            self._losses[lane] = 0
+        self._sum.clear()
+        losses: list[int] = []  # of the micro-batches that are fit to be used
 
-        def compute(lane: int, micro_batch: MicroBatch) -> None:
+        def compute(_lane: int, micro_batch: MicroBatch) -> None:
             loss = self._problem.loss(micro_batch, epoch=step.epoch, step_index=step_index)
             fixed = loss_to_fixed(loss.item())
-            if fixed is None:
-                self._sums[lane].num_bad += 1
-                return
-            self._losses[lane] += fixed
-            self._sums[lane].add(torch.autograd.grad(loss, self._parameters, self._scale))
+            if fixed is not None and self._sum.add(torch.autograd.grad(loss, self._parameters, self._scale)):
+                losses.append(fixed)
 
         self._lanes.run(compute, step.micro_batches)
-        first, *others = self._sums
-        for other in others:
-            first.total.add_(other.total)
-        assert first.total.data_ptr() == self._message.data_ptr()  # and zeroed, where no lane had work
-        num_bad = sum(total.num_bad for total in self._sums)
-        self._extras.copy_(torch.tensor([sum(self._losses), num_bad, int(self._is_stopping())]))
+        values = self._sum.total  # zeros, where nothing was added
+        assert values is self._values  # which is part of the message
+        num_bad = len(step.micro_batches) - len(losses)
+        self._extras.copy_(torch.tensor([sum(losses), num_bad, int(self._is_stopping())]))
         self._all_reduce(self._message)
-        to_float(self._values, 2.0**-self._exponent / step.num_samples, self._gradient)
+        to_float(values, 2.0**-self._exponent / step.num_samples, self._gradient)
         loss_sum, num_bad, num_stopping = self._extras.tolist()
         return StepResult(loss_sum=loss_from_fixed(loss_sum), num_bad=num_bad, num_stopping=num_stopping)

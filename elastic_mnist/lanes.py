@@ -7,25 +7,31 @@ running several micro-batches beside each other. torch releases the interpreter 
 Invariant: which lane computes an item changes no bit of the item's result.
 """
 
+import contextlib
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
 Item = TypeVar("Item")
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_LARGEST_BLOCK: Final = 32 * 2**20  # bytes; glibc keeps no larger one
 
 
 class Lanes:
     """A fixed number of lanes; with one, everything runs in the calling thread.
 
     Construct it in the thread that trains: the number of intra-op threads of that thread becomes 1 too,
-    so that the optimizer's kernels are as fixed as the gradients'.
+    so that the optimizer's kernels are as fixed as the gradients'. The process keeps the memory it frees.
     """
 
     def __init__(self, num_lanes: int) -> None:
         self.num_lanes = num_lanes
+        _keep_freed_memory()
         torch.set_num_threads(1)
         self._pool = (
             ThreadPoolExecutor(num_lanes, thread_name_prefix="lane", initializer=torch.set_num_threads, initargs=(1,))
@@ -57,3 +63,15 @@ class Lanes:
         wait(futures)
         for future in futures:
             future.result()
+
+
+def _keep_freed_memory() -> None:
+    """Have the process keep what it frees, for the next micro-batch, which asks for the very same blocks.
+
+    Else glibc gives the large ones back to the kernel each time and gets them anew, page by page and zeroed: some
+    50,000 page faults in a step of 8 micro-batches, a tenth of its time. Another C library does as it likes.
+    """
+    with contextlib.suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -4,8 +4,8 @@
 
 Both variants compute the same micro-batches on the same lanes and make the same optimizer step. `plain` adds the
 gradients up in fp32 and all-reduces that; `exact` checks, converts, adds and all-reduces int64. They alternate step
-by step, so that the machine's noise meets both. Printed are medians of a step's parts, and the ratio of the steps as
-the median over neighbouring pairs.
+by step, so that the machine's noise meets both. Printed are medians of a step's parts, and ratios as the median over
+neighbouring pairs: of the steps, and of their CPU time, which other processes disturb less.
 """
 
 import argparse
@@ -23,52 +23,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_mnist import model
-from elastic_mnist.fixed_point import FixedPointSum
 from elastic_mnist.gradients import ExactGradient, Problem, StepResult
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.sampler import MicroBatch, Step, StepSampler
 
+MICRO_BATCH = 64
 
-class PlainSum(FixedPointSum):
-    """The vectors are added up in fp32, as they are."""
+
+class PlainSum:
+    """Adds fp32 vectors up as they are."""
 
     def __init__(self, total: Tensor) -> None:
-        super().__init__(total, norm_limit=math.inf)
+        self.total = total
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a new sum."""
+        self._is_empty = True
 
     def add(self, pieces: Sequence[Tensor]) -> None:
         """Add the vector that the flattened pieces form."""
-        start = 0
-        for piece in pieces:
-            total = self._total[start : start + piece.numel()]
+        vectors = [piece.reshape(-1) for piece in pieces]
+        for vector, total in zip(vectors, self.total.split([len(vector) for vector in vectors]), strict=True):
             if self._is_empty:
-                total.copy_(piece.reshape(-1))
+                total.copy_(vector)
             else:
-                total.add_(piece.reshape(-1))
-            start += piece.numel()
+                total.add_(vector)
         self._is_empty = False
 
 
 class PlainGradient(ExactGradient):
-    """The same micro-batches, lanes and message, in fp32."""
+    """The same micro-batches, lanes and message, in fp32; a lane has its own sum, or two runs would differ."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:  # noqa: ANN401 - as `ExactGradient` takes them
         super().__init__(*arguments, **keywords)
         self._message = self._message.float()
         self._values = self._message[: len(self._values)]
-        self._sums = [PlainSum(self._values if lane == 0 else self._values.clone()) for lane in range(len(self._sums))]
+        self.sums = [
+            PlainSum(self._values if lane == 0 else self._values.clone()) for lane in range(self._lanes.num_lanes)
+        ]
 
     def __call__(self, step: Step, *, step_index: int) -> StepResult:
         """Compute and add up."""
-        for total in self._sums:
+        for total in self.sums:
             total.clear()
 
         def compute(lane: int, micro_batch: MicroBatch) -> None:
             loss = self._problem.loss(micro_batch, epoch=step.epoch, step_index=step_index)
-            self._sums[lane].add(torch.autograd.grad(loss, self._parameters))
             loss.item()  # which any trainer reports
+            self.sums[lane].add(torch.autograd.grad(loss, self._parameters))
 
         self._lanes.run(compute, step.micro_batches)
-        first, *others = self._sums
+        first, *others = self.sums
         for other in others:
             first.total.add_(other.total)
         self._all_reduce(self._message)
@@ -76,86 +82,113 @@ class PlainGradient(ExactGradient):
         return StepResult(loss_sum=0.0, num_bad=0)
 
 
+class Variant:
+    """One of the two, with what its steps have cost so far, in milliseconds.
+
+    Both work on the same network, data and optimizer: where these happen to lie in memory is worth one percent.
+    """
+
+    def __init__(self, kind: type[ExactGradient], problem: Problem, lanes: Lanes, step: Step, world_size: int) -> None:
+        self._world_size = world_size
+        self._step = step
+        self._gradient = kind(
+            problem, lanes, self._all_reduce, global_batch_size=step.num_samples, micro_batch_size=MICRO_BATCH
+        )
+        for total in self._gradient.sums if isinstance(self._gradient, PlainGradient) else [self._gradient._sum]:
+            vars(total)["add"] = self._timed(total.add)
+        self._parameters = list(problem.model.parameters())
+        self._grads = [parameter.grad for parameter in self._parameters]
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self.adding: list[float] = []  # CPU time of a micro-batch's
+        self.reducing: list[float] = []
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        began = time.perf_counter()
+        if self._world_size > 1:
+            dist.all_reduce(tensor)
+        self.reducing.append((time.perf_counter() - began) * 1e3)
+
+    def _timed(self, add: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tensor]], Any]:
+        def timed_add(pieces: Sequence[Tensor]) -> object:
+            began = time.thread_time()
+            result = add(pieces)
+            self.adding.append((time.thread_time() - began) * 1e3)
+            return result
+
+        return timed_add
+
+    def once(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make a step."""
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            parameter.grad = grad
+        wall, cpu = time.perf_counter(), time.process_time()
+        self._gradient(self._step, step_index=0)
+        optimizer.step()
+        self.cpu.append((time.process_time() - cpu) * 1e3)
+        self.wall.append((time.perf_counter() - wall) * 1e3)
+
+    def forget(self) -> None:
+        """Forget what the first steps have cost: they pay for the caches."""
+        for costs in (self.wall, self.cpu, self.adding, self.reducing):
+            costs.clear()
+
+
 def measure(num_steps: int, world_size: int, rank: int) -> None:
     """Run both variants in turn and print what rank 0 saw."""
     lanes = Lanes(max(1, len(os.sched_getaffinity(0)) // world_size))
-    images = torch.randint(0, 256, (512 * world_size, 28, 28), dtype=torch.uint8)
-    labels = torch.randint(0, 10, (512 * world_size,))
-    spent = {"all-reduce": 0.0}
-
-    def all_reduce(tensor: Tensor) -> None:
-        began = time.perf_counter()
-        if world_size > 1:
-            dist.all_reduce(tensor)
-        spent["all-reduce"] += time.perf_counter() - began
-
-    variants: dict[str, Callable[[], None]] = {}
-    for name, kind in (("exact", ExactGradient), ("plain", PlainGradient)):
-        network = model.build(0)
-        problem = Problem(
-            model=network, images=images, labels=labels, seed=0, device=torch.device("cpu"), precision="fp32"
-        )
-        gradient = kind(problem, lanes, all_reduce, global_batch_size=512 * world_size, micro_batch_size=64)
-        optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-        (step,) = StepSampler(
-            len(labels),
-            seed=0,
-            epoch=0,
-            global_batch_size=512 * world_size,
-            micro_batch_size=64,
-            rank=rank,
-            world_size=world_size,
-        )
-
-        def once(
-            gradient: ExactGradient = gradient, step: Step = step, optimizer: torch.optim.Adam = optimizer
-        ) -> None:
-            gradient(step, step_index=0)
-            optimizer.step()
-
-        variants[name] = once
-    times: dict[str, list[float]] = {"exact": [], "plain": []}
-    reduces: dict[str, list[float]] = {"exact": [], "plain": []}
-    for index in range(2 * num_steps + 4):
-        name = ("exact", "plain", "plain", "exact")[index % 4]
-        if world_size > 1:
-            dist.barrier()  # a step begins together, or it would measure the other's rest
-        spent["all-reduce"] = 0.0
-        began = time.perf_counter()
-        variants[name]()
-        if index >= 4:  # the first ones pay for the caches
-            times[name].append((time.perf_counter() - began) * 1e3)
-            reduces[name].append(spent["all-reduce"] * 1e3)
+    num_samples = 512 * world_size
+    problem = Problem(
+        model=model.build(0),
+        images=torch.randint(0, 256, (num_samples, 28, 28), dtype=torch.uint8),
+        labels=torch.randint(0, 10, (num_samples,)),
+        seed=0,
+        device=torch.device("cpu"),
+        precision="fp32",
+    )
+    (step,) = StepSampler(
+        num_samples,
+        seed=0,
+        epoch=0,
+        global_batch_size=num_samples,
+        micro_batch_size=MICRO_BATCH,
+        rank=rank,
+        world_size=world_size,
+    )
+    exact, plain = (Variant(kind, problem, lanes, step, world_size) for kind in (ExactGradient, PlainGradient))
+    optimizer = torch.optim.Adam(problem.model.parameters(), lr=1e-3)
+    for index in range(num_steps + 2):
+        if index == 2:
+            exact.forget()
+            plain.forget()
+        for variant in (exact, plain) if index % 2 else (plain, exact):
+            if world_size > 1:
+                dist.barrier()  # a step begins together, or it would measure the other's rest
+            variant.once(optimizer)
     if rank == 0:
-        report(times, reduces, world_size, lanes.num_lanes)
+        print(f"world size {world_size}, {lanes.num_lanes} lanes, {num_steps} pairs of steps of {num_samples} samples")
+        tell("exact", exact)
+        tell("plain", plain)
+        tell_ratio("step", exact.wall, plain.wall)
+        tell_ratio("CPU time", exact.cpu, plain.cpu)
 
 
-def report(times: dict[str, list[float]], reduces: dict[str, list[float]], world_size: int, num_lanes: int) -> None:
-    """Print medians and the ratio."""
-    ratios = [exact / plain for exact, plain in zip(times["exact"], times["plain"], strict=True)]
-    print(f"world size {world_size}, {num_lanes} lanes, {len(ratios)} pairs of steps of {512 * world_size} samples")
-    for name, steps in times.items():
-        step, reduce = statistics.median(steps), statistics.median(reduces[name])
-        print(f"  {name:6} step {step:8.1f} ms   of it waiting in the all-reduce {reduce:7.1f} ms")
-    quarter = statistics.quantiles(ratios, n=4)
-    print(f"  exact / plain: median {quarter[1]:.4f}, quartiles {quarter[0]:.4f} to {quarter[2]:.4f}")
-    print(f"  conversion alone, a micro-batch: {conversion_ms():.2f} ms")
+def tell(name: str, variant: Variant) -> None:
+    """Print the medians of a variant's costs."""
+    step, cpu, adding, reducing = map(statistics.median, (variant.wall, variant.cpu, variant.adding, variant.reducing))
+    print(
+        f"  {name}: step {step:6.1f} ms, waiting in the all-reduce {reducing:4.1f} ms; CPU time {cpu:6.1f} ms, "
+        f"adding a micro-batch {adding:4.2f} ms"
+    )
 
 
-def conversion_ms() -> float:
-    """Return the median time that fixed point adds to a micro-batch's sum."""
-    pieces = [parameter.detach() * 0.01 for parameter in model.build(0).parameters()]
-    num_values = sum(piece.numel() for piece in pieces)
-    exact = FixedPointSum(torch.zeros(num_values, dtype=torch.int64), norm_limit=2.0**62)
-    plain = PlainSum(torch.zeros(num_values))
-    extra = []
-    for _ in range(50):
-        began = time.perf_counter()
-        exact.add(pieces)
-        middle = time.perf_counter()
-        plain.add(pieces)
-        extra.append((middle - began) - (time.perf_counter() - middle))
-    return statistics.median(extra) * 1e3
+def tell_ratio(what: str, exact: list[float], plain: list[float]) -> None:
+    """Print the median of the ratios of neighbours, and how far it may be off."""
+    ratios = [one / other for one, other in zip(exact, plain, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    # The standard error of a median is 1.25 of the mean's; 1.35 standard deviations lie between the quartiles.
+    error = 1.25 * (high - low) / 1.35 / math.sqrt(len(ratios))
+    print(f"  exact / plain, {what}: median {median:.4f} +- {error:.4f}, quartiles {low:.4f} to {high:.4f}")
 
 
 def main() -> None:
