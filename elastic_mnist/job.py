@@ -64,7 +64,9 @@ class Job:
             "num_samples": len(self.dataset.train_labels),
             "sha256": self.dataset.sha256,
         }
-        self.world = World(place, self.device, timeout=settings.hang_timeout)
+        self.world = World(
+            place, self.device, timeout=settings.hang_timeout, meeting_timeout=max(60.0, settings.hang_timeout)
+        )
         if self.world.rank != place.rank:  # a longer-serving node decides and tells
             events.configure(
                 settings.event_log_path,
@@ -113,7 +115,7 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
 
     def finished_step(step: int) -> None:
         events.at_step(step)
-        heart.step = step
+        heart.finished(step)
         mark.set(step)
         job.writer.check()
 

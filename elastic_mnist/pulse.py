@@ -108,7 +108,7 @@ class Stillness:
 class Heart:
     """The signs of life of this process.
 
-    Its attributes are set by whoever knows them: `step`, `rank` and the like. Before `start` all of it has no effect.
+    Its attributes are set by whoever knows them. Before `start` all of it has no effect.
     """
 
     def __init__(self) -> None:
@@ -119,6 +119,8 @@ class Heart:
         self.run_id = ""
         self.checks: list[Callable[[float], None]] = []
         self.tell: Callable[[str, str], None] = lambda _reason, _stack: None
+        self._slot: memoryview | None = None
+        self._stack_descriptor = -1
         self._phase = SETTING_UP
         self._num_done = 0
         self._num_beats = 0
@@ -135,7 +137,6 @@ class Heart:
         """
         self._hang_timeout = hang_timeout
         self._pid, self._pid_started = os.getpid(), processes.started(os.getpid()) or 0
-        self._slot, self._stack_descriptor = None, -1
         with contextlib.suppress(OSError, ValueError):
             if path is not None and local_rank < NUM_SLOTS:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -145,6 +146,11 @@ class Heart:
                 faulthandler.register(signal.SIGUSR2, file=self._stack_descriptor, all_threads=True)
         self._trainer = threading.get_ident()
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
+
+    def finished(self, step: int) -> None:
+        """Note that so many steps are finished, at once: the next instruction may be the last."""
+        self.step = step
+        self._write()
 
     def progress(self) -> None:
         """Count something done. Called from any thread; a count that is lost between two of them does no harm."""
@@ -168,14 +174,17 @@ class Heart:
     def _beat(self) -> None:
         while True:
             self._num_beats += 1
-            if self._slot is not None:
-                self._slot[: _SLOT.size] = self._sign().to_bytes()
+            self._write()
             self._still_seconds = self._stillness.seconds((self._num_done, self._phase))
             if self._phase == COMPUTING and self._still_seconds > self._hang_timeout:
                 self._end()
             for check in self.checks:
                 check(self._still_seconds if self._phase in (WAITING, PARTING) else 0.0)
             time.sleep(_BEAT_SECONDS)
+
+    def _write(self) -> None:
+        if self._slot is not None:
+            self._slot[: _SLOT.size] = self._sign().to_bytes()
 
     def _sign(self) -> Sign:
         return Sign(

@@ -145,13 +145,14 @@ def skip(training: Training, step: Step, result: StepResult) -> None:
         raise TrainingError(f"{bad}, and {MAX_SKIPPED_STEPS} steps were skipped before; nothing of it was saved")
     progress.num_skipped_steps += 1
     progress.num_skipped_samples += step.num_samples
-    log.warning(
-        "step.skipped",
-        step=index,
-        epoch=training.position.epoch,
-        num_bad=result.num_bad,
-        num_skipped_steps=progress.num_skipped_steps,
-    )
+    if training.rank == 0:  # all know it
+        log.warning(
+            "step.skipped",
+            step=index,
+            epoch=training.position.epoch,
+            num_bad=result.num_bad,
+            num_skipped_steps=progress.num_skipped_steps,
+        )
 
 
 def stop(training: Training) -> NoReturn:

@@ -29,9 +29,6 @@ from elastic_mnist.pulse import PARTING, WAITING, Stillness, heart
 _POLL_SECONDS: Final = 0.02
 _RESEND_SECONDS: Final = 0.5
 
-_MEETING_SECONDS: Final = 60.0
-"""Peers that have just been started may take their time."""
-
 _BACKSTOP: Final = timedelta(days=1)
 """A collective waits for a slow peer for as long as it lives; whether it does is for `PeerWatch` to tell."""
 
@@ -46,12 +43,15 @@ class World:
         place: this process's place.
         device: where its tensors are.
         timeout: seconds without a sign of life after which a peer counts as lost.
+        meeting_timeout: seconds within which all must have come; those just started may take their time.
     """
 
-    def __init__(self, place: launch.Place, device: torch.device, *, timeout: float) -> None:
+    def __init__(
+        self, place: launch.Place, device: torch.device, *, timeout: float, meeting_timeout: float = 60.0
+    ) -> None:
         self.size = place.world_size
         self.device = device
-        self._timeout = timedelta(seconds=max(timeout, _MEETING_SECONDS))
+        self._timeout = timedelta(seconds=meeting_timeout)
         with guard("meeting"):
             self._store, self._key = _meet(place, self._timeout)
             self.rank = _take_seat(self._store, place)

@@ -20,7 +20,7 @@ def undisturbed_sha256(mnist_dir: Path, tmp_path_factory: pytest.TempPathFactory
 def test_join_and_leave_in_mid_epoch(
     sign: signal.Signals, mnist_dir: Path, tmp_path: Path, undisturbed_sha256: str
 ) -> None:
-    """A second agent joins the running job and leaves it; each time the job goes on from memory, a step lost at most."""
+    """A second agent joins the running job and leaves it; each time the job loses no more than a step."""
     port = free_port()
     with agent(tmp_path, mnist_dir, port) as first:
         first.wait_for_step(7)

@@ -202,7 +202,7 @@ def test_a_static_rendezvous_of_a_fixed_size_stays_stock(tmp_path: Path, undistu
     with Job(tmp_path, tmp_path, launcher, OPTIONS) as job:
         job.wait_for_step(3)
         ours = _of_ours(job.worker(0).environ())  # who the agent is, but no store and no generation
-        assert ours <= {f"ELASTIC_MNIST_{name}" for name in ("AGENT_ID", "AGENT_PID", "JOB_ID", "MEMORY")}
+        assert ours <= {f"ELASTIC_MNIST_{name}" for name in ("AGENT_ID", "AGENT_PID", "JOB_ID", "MEMORY", "PULSE")}
         job.kill(1)
         finished = job.finish()
         assert finished["num_restarts"] == 1

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,11 +26,12 @@ from harness import WAIT_SECONDS, alive, eventually, free_port
 from torch.nn.functional import nll_loss
 from typing_extensions import Self
 
-from elastic_mnist import launch, model, world
+from elastic_mnist import events, launch, model, world
 from elastic_mnist.errors import PeerLost
 from elastic_mnist.evaluation import evaluate
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.launch import Place
+from elastic_mnist.pulse import WAITING, heart
 from elastic_mnist.world import World
 
 if TYPE_CHECKING:
@@ -207,7 +209,7 @@ def test_a_rank_that_stays_away_is_a_lost_peer(store: dist.TCPStore) -> None:
 
 def meet_for_two_seconds(place: Place, _say: Say) -> None:
     """Meet with little patience."""
-    World(place, CPU, timeout=2.0)
+    World(place, CPU, timeout=TIMEOUT, meeting_timeout=2.0)
 
 
 # Sending
@@ -263,18 +265,67 @@ def test_a_killed_peer_is_lost_to_all_others(victim: int, store: dist.TCPStore) 
             assert "\n" not in str(error)
 
 
-def test_a_silent_peer_is_lost_within_the_timeout(store: dist.TCPStore) -> None:
-    """SIGSTOP of a rank raises PeerLost at the other, though the connection stands."""
-    with Ranks(add_up_for_ever, 2.0, size=2, **hosted(store)) as ranks:
+def beat_and_add_up(place: Place, say: Say, timeout: float, doing: str) -> None:
+    """Give signs of life, make three sums, then wait for one that rank 1 does not make, or not for a while.
+
+    Args:
+        place: of this rank.
+        say: tells the test.
+        timeout: of a silent peer.
+        doing: what rank 1 does: "nothing" for ever, "something" for three times the timeout, or "waiting" for rank 0.
+    """
+    heart.start(None, local_rank=0, hang_timeout=TIMEOUT)
+    here = World(place, CPU, timeout=timeout)
+    events.configure(None, rank=place.rank, world_size=2, log_format="json")
+    numbers = torch.ones(10, dtype=torch.int64)
+    for _ in range(3):
+        here.all_reduce(numbers)
+    say("adding")
+    if place.rank == 1 and doing == "waiting":
+        with heart.phase(WAITING):
+            time.sleep(10**6)
+    if place.rank == 1:
+        time.sleep(timeout * 3 if doing == "something" else 10**6)
+    here.all_reduce(numbers)
+    say("added")
+
+
+def end_of(ranks: Ranks, rank: int) -> int | None:
+    """Return the exit status of a rank that ends by itself, without a word to the test."""
+    with pytest.raises(EOFError):
+        ranks.hear(rank)
+    ranks.processes[rank].join(WAIT_SECONDS)
+    return ranks.processes[rank].exitcode
+
+
+def test_a_silent_peer_is_noticed(store: dist.TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
+    """SIGSTOP of a rank ends the one that waits for it, though the connection stands, and names it."""
+    with Ranks(beat_and_add_up, 2.0, "nothing", size=2, **hosted(store)) as ranks:
         assert ranks.start().hear_all() == ["adding"] * 2
         stopped = psutil.Process(ranks.pid(1))
         stopped.suspend()
         eventually(lambda: stopped.status() == psutil.STATUS_STOPPED, what="a stopped rank")
-        error = ranks.hear(0, within=20)
-        assert isinstance(error, PeerLost), error
-        assert str(error).startswith("all-reduce: ")
+        assert end_of(ranks, 0) == 1
         assert alive(stopped)
         assert stopped.status() == psutil.STATUS_STOPPED
+    (told,) = [line for line in capfd.readouterr().out.splitlines() if "peer.hung" in line]
+    assert json.loads(told)["reason"].startswith("rank 1 has given no sign of life for ")
+
+
+def test_a_slow_peer_is_waited_for(store: dist.TCPStore) -> None:
+    """A rank that lives and takes three times the timeout for its step is no hung one."""
+    with Ranks(beat_and_add_up, 1.0, "something", size=2, **hosted(store)) as ranks:
+        assert ranks.start().hear_all() == ["adding"] * 2
+        assert ranks.hear_all() == ["added"] * 2
+
+
+def test_ranks_that_wait_for_each_other_are_noticed(store: dist.TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where all live and all wait, as when a link between two of them swallows what is sent, that is told and ends."""
+    with Ranks(beat_and_add_up, 2.0, "waiting", size=2, **hosted(store)) as ranks:
+        assert ranks.start().hear_all() == ["adding"] * 2
+        assert end_of(ranks, 0) == 1
+    (told, *_) = [line for line in capfd.readouterr().out.splitlines() if "peer.hung" in line]
+    assert json.loads(told)["reason"].startswith("all ranks are alive and have waited for each other")
 
 
 # Refusing

@@ -1,0 +1,151 @@
+"""A job that is asked to stop: one agreed step, a whole snapshot, exit 143, and a rerun that goes on from there."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job, alive, eventually, fault, plain, standalone
+
+from elastic_mnist.tools import verify
+
+OPTIONS = (
+    *SMALL,
+    "--dataset=synthetic",
+    "--train_samples=2000",
+    "--test_samples=600",
+    "--epochs=2",
+    "--save_every_steps=20",
+)
+STOPPED = 143
+
+
+@pytest.fixture(scope="module")
+def undisturbed_sha256(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of the small job when nobody stops it; one process, no torchrun."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with Job(directory, directory, plain(), OPTIONS) as job:
+        return str(job.finish()["weights_sha256"])
+
+
+def check_stop(job: Job) -> int:
+    """Check what a job that has stopped leaves; return the step at which it did."""
+    (stopped,) = job.events("run.stopped")
+    assert stopped["path"].endswith(f"step-{stopped['step']:08d}.pt")
+    assert verify.run(stopped["path"], None) == 0
+    assert not [event for event in job.events() if event["level"] == "error"]
+    return int(stopped["step"])
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("to", ["worker", "plain"])
+def test_a_signal_stops_the_job_at_an_agreed_step(
+    sign: signal.Signals, to: str, tmp_path: Path, undisturbed_sha256: str
+) -> None:
+    """Sent to one worker of two, or to a process without a launcher: all is saved, and the rerun loses no step."""
+    launcher = plain() if to == "plain" else standalone(2, max_restarts=0)
+    with Job(tmp_path, tmp_path, launcher, OPTIONS) as job:
+        reached = job.wait_for_step(5)
+        target = job.process.pid if to == "plain" else job.worker(1).pid
+        os.kill(target, sign)
+        assert job.wait(within=20) == STOPPED
+        step = check_stop(job)
+        assert reached <= step
+    with Job(tmp_path, tmp_path, launcher, OPTIONS) as job:
+        assert job.finish()["weights_sha256"] == undisturbed_sha256
+        (resumed,) = job.events("run.resumed")
+        assert (resumed["source"], resumed["step"], resumed["num_lost_steps"]) == ("storage", step, 0)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_agent_or_to_the_group_stops_the_job(sign: signal.Signals, tmp_path: Path) -> None:
+    """As a scheduler or a terminal sends it: the agent ends with 143 and one line, its workers in order."""
+    for number, send in enumerate((os.kill, os.killpg)):
+        with Job(tmp_path / str(number), tmp_path, standalone(2), OPTIONS) as job:
+            job.wait_for_step(5)
+            workers = job.workers()
+            send(job.process.pid, sign)
+            assert job.wait(within=20) == STOPPED
+            check_stop(job)
+            assert "Traceback" not in job.output
+            assert "elastic_mnist: stopped; the same command goes on from here" in job.output
+            assert not any(map(alive, workers))
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+    """In the middle of the imports there is nothing to save: 143, and no word of a failure."""
+    with Job(tmp_path, tmp_path, plain(), OPTIONS) as job:
+        blocked = Path(f"/proc/{job.process.pid}/status")
+        eventually(lambda: int(blocked.read_text().partition("SigBlk:")[2].split()[0], 16) & 1 << signal.SIGTERM - 1)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(within=20) == STOPPED
+        assert not [event for event in job.events() if event["level"] == "error"]
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
+    """Pressed again a while later, it ends a process that does not come to the end of its step."""
+    environment, fired = fault(tmp_path, "spin", rank=0, step=3)
+    with Job(tmp_path, tmp_path, plain(), OPTIONS, environment) as job:
+        eventually(fired.exists)
+        began = time.monotonic()
+
+        def interrupted() -> bool:
+            job.process.send_signal(signal.SIGINT)
+            return job.process.poll() is not None
+
+        eventually(interrupted, within=20)
+        assert job.wait() == STOPPED
+        assert time.monotonic() - began > 3  # one Ctrl-C arrives twice, within moments: from the terminal and torchrun
+        assert not job.events("run.failed")
+
+
+def test_a_worker_that_cannot_stop_in_order_ends_all_the_same(tmp_path: Path) -> None:
+    """Asked to stop while it hangs, it ends by itself, before the launcher's patience does, as a failure."""
+    environment, fired = fault(tmp_path, "spin", rank=1, step=3)
+    with Job(tmp_path, tmp_path, standalone(2, max_restarts=0), OPTIONS, environment) as job:
+        eventually(fired.exists)
+        job.process.send_signal(signal.SIGTERM)
+        job.wait(within=29)
+        assert "exitcode: -9" not in job.output
+        failed = job.events("run.failed")
+        assert failed
+        assert all(event["reason"].startswith("SIGTERM: not stopped in time") for event in failed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_thirty_stops(tmp_path: Path, undisturbed_sha256: str) -> None:
+    """SIGTERM to rank 0 and 200 ms later to rank 1, at 30 moments of training, evaluation and saving, each resumed.
+
+    One agreed step, a whole snapshot and exit 143 each time; never is a worker killed.
+    """
+    seed = int(os.environ.get("ELASTIC_MNIST_TEST_SEED", str(random.SystemRandom().randrange(10**6))))
+    print(f"seed {seed}")
+    choose = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    num_stops, num_jobs = 0, 0
+    while num_stops < 30:
+        directory, num_jobs = tmp_path / str(num_jobs), num_jobs + 1
+        step, is_finished, generation = 0, False, 0
+        while not is_finished:
+            with Job(directory, tmp_path, standalone(2, max_restarts=0), (*OPTIONS, "--save_every_steps=1")) as job:
+                target = min(64, step + choose.choice([1, 2, 5, 10, 32 - step % 32]))
+                job.wait_for_step(target, generation=generation)
+                time.sleep(choose.random() * 0.2)
+                workers = [job.worker(rank) for rank in (0, 1)]
+                workers[0].send_signal(signal.SIGTERM)
+                time.sleep(0.2)
+                if alive(workers[1]):
+                    workers[1].send_signal(signal.SIGTERM)
+                status = job.wait(within=25)
+                assert "SIGKILL" not in job.output
+                assert "exitcode: -9" not in job.output
+                if status == 0:
+                    is_finished = True
+                    (finished,) = job.events("run.finished")
+                    assert finished["weights_sha256"] == undisturbed_sha256
+                    break
+                assert status == STOPPED, job.output
+                step, generation, num_stops = check_stop(job), generation + 1, num_stops + 1
+                print(f"job {num_jobs}: stopped at step {step}")
