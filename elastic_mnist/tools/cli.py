@@ -13,6 +13,7 @@ from pathlib import Path
 
 from elastic_mnist import __version__
 from elastic_mnist.errors import EXIT_USAGE, UsageError
+from elastic_mnist.tools.chaos.plan import KINDS
 
 _SNAPSHOT = "a snapshot file, or a directory or URL for its newest valid one"
 
@@ -20,6 +21,7 @@ _EXAMPLES = """examples:
   elastic-mnist inspect snapshots                    which snapshots are there, and are they whole
   elastic-mnist verify killed calm                   the same weights, bit for bit?
   elastic-mnist audit ledger                         each sample used exactly once?
+  elastic-mnist chaos --seed 7 --faults 10           does it survive that, and end the same?
   elastic-mnist export s3://bucket/run weights.pt    the weights alone, for another script
 """
 
@@ -66,6 +68,23 @@ def _export(options: argparse.Namespace) -> int:
     from elastic_mnist.tools import export  # noqa: PLC0415 - the same
 
     return export.run(options.snapshot, options.file, force=options.force)
+
+
+def _chaos(options: argparse.Namespace) -> int:
+    from elastic_mnist.tools.chaos import run as chaos  # noqa: PLC0415 - the same
+
+    request = chaos.Request(
+        seed=chaos.a_seed() if options.seed is None else options.seed,
+        num_faults=options.faults,
+        kinds=tuple(options.kinds.split(",")),
+        num_processes=options.nproc,
+        max_nodes=options.nodes,
+        patience=options.patience,
+        directory=options.directory,
+        json_path=options.json,
+        training=tuple(options.training),
+    )
+    return chaos.run(request)
 
 
 def _with_underscores(argument: str) -> str:
@@ -135,6 +154,35 @@ def _parser() -> argparse.ArgumentParser:
         "--event_log", type=Path, help="the job's event log (default: one near DIR that tells of the run)"
     )
     audit.add_argument("--run_id", help="the run (default: the one that wrote last)")
+
+    chaos = add(
+        "chaos",
+        _chaos,
+        "run a job undisturbed, then under seeded faults, and compare",
+        "Workers and agents are killed, stopped, interrupted and joined at coordinates that the seed chooses; then the "
+        "job must finish. Logs and files are judged. Ends with 0 for valid, 1 for invalid, 3 for unknown, as where a "
+        "fault did not fire.",
+    )
+    chaos.add_argument("--seed", type=int, help="of the plan (default: a random one, which is printed)")
+    chaos.add_argument("--faults", type=int, default=5, metavar="N", help="number of faults (default: 5)")
+    chaos.add_argument(
+        "--kinds",
+        default=",".join(KINDS),
+        metavar="KIND,...",
+        help=f"kinds of faults, separated by commas, from {', '.join(KINDS)} (default: all)",
+    )
+    chaos.add_argument("--nproc", type=int, default=2, metavar="N", help="workers of a node (default: 2)")
+    chaos.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes at most; it starts with 1 (default: 2)")
+    chaos.add_argument(
+        "--patience", type=float, default=1.0, metavar="FACTOR", help="of all bounds of time, for a slow machine"
+    )
+    chaos.add_argument(
+        "--directory", type=Path, metavar="DIR", help="where the jobs run (default: a temporary one, removed if valid)"
+    )
+    chaos.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts for machines")
+    chaos.add_argument(
+        "training", nargs="*", metavar="-- OPTION", help="options of the training (default: 126 steps on real MNIST)"
+    )
     return parser
 
 
