@@ -165,6 +165,16 @@ def test_steps_made_again_are_told(tmp_path: Path, capsys: pytest.CaptureFixture
     assert lines[3:] == ["          generation 0: 2 steps did not count and were made again"]
 
 
+def test_skipped_steps_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step that was skipped counts as made, and is named; one that was made again without a fault is not."""
+    run = Run(tmp_path)
+    run.tell("step.skipped", generation=0, step=1)
+    run.tell("step.skipped", generation=0, step=3)  # lost, and made again by generation 1
+    status, lines = run.audit(capsys)
+    assert status == 0
+    assert lines[4:] == ["          1 of the steps had no finite gradient and were skipped: 1"]
+
+
 def _swap_first(line: Line, sample: int) -> list[Line]:
     return [{**line, "indices": [sample, *line["indices"][1:]]}]
 

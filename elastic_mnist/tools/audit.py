@@ -43,6 +43,8 @@ class Report:
     num_samples: int = 0
     replayed: dict[int, int] = field(default_factory=dict)
     """Steps computed and not counted, by generation."""
+    skipped: list[int] = field(default_factory=list)
+    """Committed steps whose gradient was not finite: their samples were read, and left no trace in the weights."""
 
     @property
     def verdict(self) -> str:
@@ -64,6 +66,9 @@ def run(directory: Path, *, event_log: Path | None, run_id: str | None) -> int:
     print(f"          {report.num_epochs} whole epochs")  # noqa: T201
     for generation, count in sorted(report.replayed.items()):
         print(f"          generation {generation}: {count} steps did not count and were made again")  # noqa: T201
+    if report.skipped:
+        steps = ", ".join(map(str, report.skipped))
+        print(f"          {len(report.skipped)} of the steps had no finite gradient and were skipped: {steps}")  # noqa: T201
     for kind in ("invalid", "unknown"):
         findings = getattr(report, kind)
         for finding in findings[:_MAX_SHOWN]:
@@ -105,6 +110,7 @@ def audit(events: list[Entry], entries: Iterable[Entry], unreadable: Sequence[st
     report.unknown += [f"generation {number} is in the ledgers only" for number in sorted(untold_from)]
 
     first = min(generation.first_step for generation in generations.values())
+    skipped = {(event["step"], event["generation"]) for event in events if event["event"] == "step.skipped"}
     used: dict[int, Counter[int]] = defaultdict(Counter)  # samples by epoch
     for step in range(first, ends[-1]):
         owner = max(number for number, generation in generations.items() if generation.first_step <= step)
@@ -114,6 +120,8 @@ def audit(events: list[Entry], entries: Iterable[Entry], unreadable: Sequence[st
         excuses += [f"generation {number} may have made it" for number, since in untold_from.items() if step >= since]
         where = f"step {step} (generation {owner})"
         _judge_step(report, shape, where=where, step=step, found=found, excuses=excuses)
+        if (step, owner) in skipped:
+            report.skipped.append(step)
         for entry in found:
             used[entry["epoch"]].update(entry["indices"])
     report.num_steps = ends[-1] - first
