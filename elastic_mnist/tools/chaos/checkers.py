@@ -197,7 +197,7 @@ def check_end(history: History) -> Finding:
 def check_weights(history: History) -> Finding:
     """The final weights, and the optimizer's state, are those of the undisturbed job, bit for bit."""
     finals = [_final(job) for job in (history.calm, history.disturbed)]
-    told = [job.finished["weights_sha256"] if job.finished else None for job in (history.calm, history.disturbed)]
+    told = [job.finished.get("weights_sha256") if job.finished else None for job in (history.calm, history.disturbed)]
     if None in finals or None in told:
         return _finding("weights", UNKNOWN, "a job has told of no final weights, or left no whole final snapshot")
     if finals[0] != finals[1] or finals != told:

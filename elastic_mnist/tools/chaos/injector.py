@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from elastic_mnist.errors import EXIT_USAGE
 from elastic_mnist.tools.chaos import leftovers
 from elastic_mnist.tools.chaos.plan import KINDS, Fault
 from elastic_mnist.tools.chaos.planted import PLAN_VARIABLE, Marks, write_plan
@@ -124,7 +125,8 @@ class _Supervisor:
                 self._num_unexpected += 1
             elif kind == "damage":
                 self._damage(self._job.faults[self._newest or 0])
-            if status != 0 and kind != "shrink" and self._num_unexpected <= _NUM_SPARE_STARTS:
+            # A job that was refused would be refused again.
+            if status not in {0, EXIT_USAGE} and kind != "shrink" and self._num_unexpected <= _NUM_SPARE_STARTS:
                 self._start(node)
 
     def _cause(self, node: int, status: int) -> int | None:
