@@ -31,7 +31,7 @@ from elastic_mnist.errors import EXIT_FAILURE
 NUM_SLOTS: Final = 1024  # local ranks
 
 _BEAT_SECONDS: Final = 0.2
-_SLOT: Final = struct.Struct("<QQQQqqqqq24s16s")
+_SLOT: Final = struct.Struct("<QQQQqqqqq32s16s")
 _SLOT_SIZE: Final = 256
 TABLE_SIZE: Final = NUM_SLOTS * _SLOT_SIZE
 _GAP_SECONDS: Final = 2.0

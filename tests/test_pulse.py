@@ -1,0 +1,138 @@
+"""Signs of life: written, read, and what is concluded from them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import eventually
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_mnist import processes, pulse
+from elastic_mnist.pulse import Heart, Sign, Stillness
+from elastic_mnist.warden import Warden
+
+NUMBERS = st.integers(0, 2**63 - 1)
+
+
+@given(
+    numbers=st.tuples(*[NUMBERS] * 9),
+    phase=st.sampled_from([pulse.SETTING_UP, pulse.COMPUTING, pulse.WAITING, pulse.SAVING, pulse.PARTING]),
+    run_id=st.text("0123456789abcdef", max_size=12),
+)
+def test_a_sign_is_read_as_it_was_written(numbers: tuple[int, ...], phase: str, run_id: str) -> None:
+    """Every field comes back, of every phase there is."""
+    names = [name for name in Sign.__dataclass_fields__ if name not in ("phase", "run_id")]
+    sign = Sign(**dict(zip(names, numbers, strict=True)), phase=phase, run_id=run_id)
+    assert Sign.from_bytes(sign.to_bytes()) == sign
+
+
+def test_stillness_counts_from_the_last_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that stays counts up, one that changes begins anew; looked at seldom, nothing is concluded."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stillness, seen = Stillness(), []
+    for value, seconds in [(1, 0.0), (1, 1.0), (1, 1.5), (2, 1.0), (2, 1.0), (2, 60.0), (2, 1.0)]:
+        now += seconds
+        seen.append(stillness.seconds(value))
+    # After a minute in which nobody looked, the machine may have been asleep: it begins anew.
+    assert seen == [0.0, 1.0, 2.5, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_heart_writes_where_the_agent_looks(tmp_path: Path) -> None:
+    """Step, rank, phase and a growing number of beats stand in the slot of its local rank; a step at once."""
+    table = tmp_path / "table"
+    table.write_bytes(bytes(pulse.TABLE_SIZE))
+    heart = Heart()
+    heart.rank, heart.world_size, heart.generation, heart.run_id = 7, 9, 2, "abc"
+    heart.start(str(table), local_rank=3, hang_timeout=60)
+    descriptor = os.open(table, os.O_RDONLY)
+
+    def sign() -> Sign:
+        (only,) = pulse.read(descriptor)
+        return only
+
+    eventually(lambda: sign().num_beats > 2 if pulse.read(descriptor) else None)
+    with heart.phase(pulse.WAITING):
+        heart.finished(5)
+        seen = sign()
+    assert (seen.pid, seen.pid_started) == (os.getpid(), processes.started(os.getpid()))
+    assert (seen.rank, seen.world_size, seen.generation, seen.run_id) == (7, 9, 2, "abc")
+    assert (seen.step, seen.phase) == (5, pulse.WAITING)
+    os.close(descriptor)
+
+
+def test_phases_nest() -> None:
+    """What was being done before goes on afterwards, also after an error."""
+    heart = Heart()
+    with heart.phase(pulse.COMPUTING):
+        with pytest.raises(RuntimeError), heart.phase(pulse.WAITING):
+            raise RuntimeError
+        assert heart._phase == pulse.COMPUTING
+    assert heart._phase == pulse.SETTING_UP
+
+
+BEAT = """
+import sys, time
+from elastic_mnist.pulse import COMPUTING, heart
+heart.rank, heart.step = 1, 17
+heart.start(sys.argv[1], local_rank=1, hang_timeout=3600)
+with heart.phase(COMPUTING):
+    print("computing", flush=True)
+    while True:
+        heart.progress()
+        time.sleep(0.05)
+"""
+
+
+def test_a_warden_kills_whom_it_misses_and_nobody_else(tmp_path: Path) -> None:
+    """Of two workers, the one that is stopped is killed and told of; the one that works is let be."""
+    log = tmp_path / "events.jsonl"
+    warden = Warden(hang_timeout=1.0, event_log=log)
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEAT.replace("local_rank=1", f"local_rank={rank}"), warden.path],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "computing\n"
+        workers[1].send_signal(signal.SIGSTOP)
+        assert workers[1].wait(60) == -signal.SIGKILL
+        assert workers[0].poll() is None
+        told = eventually(lambda: log.read_text() if log.exists() else None)
+        assert told.count("\n") == 1
+        for part in (
+            '"event": "worker.hung"',
+            '"rank": 1',
+            '"step": 17',
+            '"condition": "stopped"',
+            f"{workers[1].pid}",
+        ):
+            assert part in told
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
+def test_a_dead_process_has_no_start_and_a_living_one_keeps_it() -> None:
+    """The tick at which a process began tells it from a later one of the same number."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = processes.started(process.pid)
+    assert started is not None
+    assert processes.started(process.pid) == started
+    process.kill()
+    eventually(lambda: processes.condition(process.pid) == "dead")
+    assert processes.started(process.pid) is None  # a zombie, still
+    process.communicate()
+    assert processes.started(process.pid) is None
+    assert processes.condition(process.pid) == "dead"
