@@ -162,7 +162,7 @@ def test_a_job_that_is_overdue_is_ended(tmp_path: Path) -> None:
 
 def test_leftovers_are_found_and_killed(tmp_path: Path) -> None:
     """A process that a job's process has started, in a session of its own, is the job's; any other one is not."""
-    sleep = "Popen(['sleep', '60'], stdout=DEVNULL, start_new_session=True)"
+    sleep = "Popen(['sleep', '60'], stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)"
     script = f"from subprocess import DEVNULL, Popen; print({sleep}.pid)"
     environment = {**os.environ, leftovers.JOB_VARIABLE: str(tmp_path)}
     parent = [sys.executable, "-c", script]
