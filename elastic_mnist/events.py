@@ -6,6 +6,7 @@ only warnings and errors. Every other part of the package reports through `log` 
 files or formats.
 """
 
+import errno
 import json
 import logging
 import math
@@ -39,12 +40,14 @@ class _JsonLines:
     """The last stop before the console: appends each event to the log file.
 
     The file is opened at the first event, so that a process with nothing to say leaves it as it is.
-    A log that cannot be written never stops the training: it is said once, on standard error.
+    A log that cannot be written never stops the training: it is said once, on standard error. A disk that is
+    full may be so for a moment, while a snapshot is tried there: the next event is tried again.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._descriptor: int | None = None
+        self._is_told = False
 
     def stop(self) -> None:
         self._path = None
@@ -54,12 +57,21 @@ class _JsonLines:
         if self._path is not None:
             try:
                 self._append(self._path, (json.dumps(_as_json(event), default=str) + "\n").encode())
+                self._is_told = False
             except OSError as error:
-                sys.stderr.write(
-                    f"elastic_mnist: warning: event log {self._path}: {error.strerror}; going on without\n"
-                )
-                self._path = None
+                self._fail(self._path, error)
         return event
+
+    def _fail(self, path: Path, error: OSError) -> None:
+        """Say that events are missing, and leave the file for good where that will not pass."""
+        if not self._is_told:
+            sys.stderr.write(f"elastic_mnist: warning: event log {path}: {error.strerror}; going on without\n")
+        self._is_told = True
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            self._path = None
+        elif self._descriptor is not None:  # opened anew, it is looked at for half a line
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def _append(self, path: Path, line: bytes) -> None:
         if self._descriptor is None:

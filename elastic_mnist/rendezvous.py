@@ -22,6 +22,7 @@ import io
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -212,6 +213,7 @@ class StaticRendezvous(RendezvousHandler):
         for name in (launch.JOB_ID, launch.MEMORY, launch.PULSE):  # an agent may itself be some worker's child
             os.environ.pop(name, None)
         if options is not None:
+            _pass_signals_on()
             _serve_workers(options)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -307,6 +309,13 @@ class ElasticRendezvous(StaticRendezvous):
                 f"tells of the training. For a job of its own, choose another --master_port"
             )
         return info
+
+
+def _pass_signals_on() -> None:
+    """Let torchrun pass SIGUSR1 on to the workers, and not die of it; and be deaf to what `nohup` had it ignore."""
+    names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
+    heard = [name for name in names if signal.getsignal(signal.Signals[name.strip()]) is not signal.SIG_IGN]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join([*heard, "SIGUSR1"])
 
 
 def _serve_workers(options: "Settings") -> None:

@@ -1,4 +1,7 @@
-"""Requests to stop: SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (the notice that some schedulers send before they preempt).
+"""Requests to stop.
+
+SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal is gone) and SIGUSR1 (some schedulers' notice before they preempt). One
+that was ignored when the process began, as `nohup` has it, stays ignored.
 
 Invariant: nothing is done in a signal handler. The signals are blocked, and one thread waits for them; so they are
 noticed at once also while the thread that trains sits in a collective, and the process never dies half-way through a
@@ -17,7 +20,7 @@ from typing import Final
 
 from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED
 
-SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 _GRACE_SECONDS: Final = 25.0
 """torchrun kills 30 s after its SIGTERM."""
@@ -37,7 +40,8 @@ class StopRequests:
         self._is_training = False
         self._interrupted_at: float | None = None
         self._lock = threading.Lock()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._signals = {number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         threading.Thread(target=self._wait, name="signals", daemon=True).start()
 
     def begin(self, seconds_without_progress: Callable[[], float], give_up: Callable[[str], None]) -> None:
@@ -54,7 +58,7 @@ class StopRequests:
 
     def _wait(self) -> None:
         while True:
-            number = signal.sigwait(SIGNALS)
+            number = signal.sigwait(self._signals)
             with self._lock:
                 if not self._is_training or (number == signal.SIGINT and self._is_impatient()):
                     os._exit(EXIT_STOPPED)

@@ -1,6 +1,7 @@
 """The event log: one JSON object a line, from whoever has the word, and no line lost or torn."""
 
 import io
+import errno
 import json
 import logging
 import os
@@ -240,6 +241,32 @@ for number in range(10):
     rank(0, path)
     log.info("run.started")
     assert json.loads(path.read_bytes().splitlines()[-1])["event"] == "run.started"
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_that_moments_events_only(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is told when there is room again is in the log, on lines of its own; that it was full is said once."""
+    rank(0, path)
+    log.info("test.before")
+    write, num_fired = os.write, 0
+
+    def full(descriptor: int, data: bytes) -> int:
+        nonlocal num_fired
+        num_fired += 1
+        if num_fired == 1:  # half a line fits
+            return write(descriptor, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "write", full)
+        log.info("test.full")
+        log.info("test.full")
+    assert num_fired >= 3
+    log.info("test.after")
+    lines = path.read_bytes().splitlines()
+    assert [json.loads(line)["event"] for line in (lines[0], lines[-1])] == ["test.before", "test.after"]
+    assert capsys.readouterr().err.count("No space left on device; going on without") == 1
 
 
 def test_a_reader_that_has_gone_away_is_no_error(path: Path) -> None:

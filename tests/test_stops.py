@@ -39,7 +39,7 @@ def check_stop(job: Job) -> int:
     return int(stopped["step"])
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("to", ["worker", "plain"])
 def test_a_signal_stops_the_job_at_an_agreed_step(
     sign: signal.Signals, to: str, tmp_path: Path, undisturbed_sha256: str
@@ -59,7 +59,7 @@ def test_a_signal_stops_the_job_at_an_agreed_step(
         assert (resumed["source"], resumed["step"], resumed["num_lost_steps"]) == ("storage", step, 0)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_to_the_agent_or_to_the_group_stops_the_job(sign: signal.Signals, tmp_path: Path) -> None:
     """As a scheduler or a terminal sends it: the agent ends with 143 and one line, its workers in order."""
     for number, send in enumerate((os.kill, os.killpg)):
@@ -72,6 +72,14 @@ def test_a_signal_to_the_agent_or_to_the_group_stops_the_job(sign: signal.Signal
             assert "Traceback" not in job.output
             assert "elastic_mnist: stopped; the same command goes on from here" in job.output
             assert not any(map(alive, workers))
+
+
+def test_nohup_is_heeded(tmp_path: Path) -> None:
+    """A job started to outlive its terminal does: SIGHUP to the whole group changes nothing."""
+    with Job(tmp_path, tmp_path, ("nohup", *standalone(2, max_restarts=0)), OPTIONS) as job:
+        job.wait_for_step(5)
+        os.killpg(job.process.pid, signal.SIGHUP)
+        assert job.finish()["num_restarts"] == 0
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
