@@ -119,6 +119,9 @@ class Heart:
         self.run_id = ""
         self.checks: list[Callable[[float], None]] = []
         self.tell: Callable[[str, str], None] = lambda _reason, _stack: None
+        self._hang_timeout = float("inf")
+        self._trainer = 0
+        self._pid = self._pid_started = 0
         self._slot: memoryview | None = None
         self._stack_descriptor = -1
         self._phase = SETTING_UP

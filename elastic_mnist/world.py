@@ -65,6 +65,8 @@ class World:
         if self.size > 1:
             with guard("all-reduce"):
                 dist.all_reduce(tensor)
+                if tensor.is_cuda:  # NCCL returns at once; it is here that one waits, and here that a loss is noticed
+                    torch.cuda.synchronize(tensor.device)
 
     def gather(self, name: str, text: str) -> list[str]:
         """Return the short texts that the ranks say under a name of its own, in their order; empty but at rank 0."""

@@ -1,7 +1,7 @@
 """The event log: one JSON object a line, from whoever has the word, and no line lost or torn."""
 
-import io
 import errno
+import io
 import json
 import logging
 import os
