@@ -334,6 +334,15 @@ def test_a_node_that_comes_or_goes_changes_the_world(kind: str, after: int) -> N
         assert told.outcome().verdict == verdict
 
 
+def test_a_node_that_comes_too_late_proves_nothing() -> None:
+    """A job that finishes before the newcomer is there: `unknown`."""
+    told = story("grow")
+    told.drop("run.started")
+    for event in told.events:
+        event["generation"] = 0
+    assert told.outcome().verdict == "unknown"
+
+
 def test_a_poisoned_batch_is_skipped_in_passing() -> None:
     """`step.skipped` of that step, and a later step of the same generation; without the event it is `invalid`."""
     told = story("nan")

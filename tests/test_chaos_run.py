@@ -123,6 +123,7 @@ def test_what_is_spoilt_in_the_files_is_seen(
         (("--faults=0",), ("--faults 0", "at least 1")),
         (("--nodes=0",), ("--nodes 0", "at least 1")),
         (("--patience=nan",), ("--patience nan", "above 0")),
+        (("--json=/missing/report.json",), ("--json /missing/report.json", "directory is missing")),
         (("--nodes=1", "--kinds=grow"), ("--kinds grow", "at most 1 nodes")),
         (("--", "--snapshot_path=mine"), ("--snapshot_path mine", "leave it out")),
         (("--", "--epoch=2"), ("--epoch", "--epochs")),

@@ -68,6 +68,8 @@ def judge_fault(history: History, index: int) -> Outcome:
     if fault.kind == "damage" and not _damage_of(job, fired):
         return Outcome(fault=fault, step=fired["step"], verdict=UNKNOWN, reason="there was no snapshot to be damaged")
     after = _window(history, fired)
+    if fault.kind == "grow" and any(_is_end_of(fired, facts) for facts in after):
+        return Outcome(fault=fault, step=fired["step"], verdict=UNKNOWN, reason="the job finished before the node came")
     detected = min((facts["time"] for facts in after if _tells(fault, fired, facts)), default=None)
     recovered = min((facts["time"] for facts in after if _is_back(fault, fired, facts)), default=None)
     lost, promised = _lost(history, fault, fired, after)
@@ -124,6 +126,11 @@ def _tells(fault: Fault, fired: Facts, facts: Facts) -> bool:
 
 def _is_new_start(fired: Facts, facts: Facts) -> bool:
     return facts.get("event") == "run.started" and facts["generation"] > fired["generation"]
+
+
+def _is_end_of(fired: Facts, facts: Facts) -> bool:
+    """Whether something tells that the fault's own generation finished the job."""
+    return facts.get("event") == "run.finished" and bool(facts["generation"] == fired["generation"])
 
 
 def _is_back(fault: Fault, fired: Facts, facts: Facts) -> bool:
@@ -269,7 +276,7 @@ def check_snapshots(history: History) -> Finding:
 def check_position(history: History) -> Finding:
     """No generation goes back further than promised, whatever it was that ended the one before."""
     job, every = history.disturbed, history.terms.memory_every
-    starts = job.told("run.started")
+    starts = [event for event in job.told("run.started") if event["rank"] == 0]
     if not starts:
         return _finding("position", UNKNOWN, "the log tells of no start")
     reached = [facts for facts in (*job.events, *job.marks) if facts.get("step") is not None]

@@ -118,15 +118,16 @@ class _Supervisor:
             self._look_at_marks()  # a fault leaves its mark before it acts
             del self._agents[node]
             index = self._cause(node, status) if status != 0 else None
-            kind = None if index is None else self._job.faults[index].kind
+            fault = None if index is None else self._job.faults[index]
             self._note("agent.ended", node=node, status=status, fault=index)
-            if kind is None and status != 0:
+            if fault is None and status != 0:
                 self._tell(f"the agent of node {node} ended with status {status}, which no fault explains")
                 self._num_unexpected += 1
-            elif kind == "damage":
-                self._damage(self._job.faults[self._newest or 0])
+            elif fault is not None and fault.kind == "damage":
+                self._damage(fault)
+            is_to_leave = fault is not None and fault.kind == "shrink"
             # A job that was refused would be refused again.
-            if status not in {0, EXIT_USAGE} and kind != "shrink" and self._num_unexpected <= _NUM_SPARE_STARTS:
+            if status not in {0, EXIT_USAGE} and not is_to_leave and self._num_unexpected <= _NUM_SPARE_STARTS:
                 self._start(node)
 
     def _cause(self, node: int, status: int) -> int | None:
@@ -171,7 +172,7 @@ class _Supervisor:
 
     def _environment(self) -> dict[str, str]:
         environment = {**os.environ, leftovers.JOB_VARIABLE: str(self._job.directory)}
-        if self._job.faults and not self._num_unexpected:  # after a failure of another kind, the faults are over
+        if self._job.faults:
             environment[PLAN_VARIABLE] = str(self._job.directory / "plan.json")
             inherited = os.environ.get("PYTHONPATH")
             environment["PYTHONPATH"] = os.pathsep.join([str(_PLANT), *([inherited] if inherited else [])])
@@ -197,7 +198,7 @@ class _Supervisor:
         def left() -> dict[str, list[str]]:
             return {
                 "processes": [str(pid) for pid in leftovers.processes(self._job.directory)],
-                "shared_memory": leftovers.shared_memory(frozenset({"elastic_mnist", *_run_ids(self._job.directory)})),
+                "shared_memory": leftovers.shared_memory(frozenset(_run_ids(self._job.directory))),
                 "temporary_files": leftovers.temporary_files(self._job.directory),
             }
 

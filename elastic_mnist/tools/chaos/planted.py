@@ -22,7 +22,10 @@ PLAN_VARIABLE: Final = "ELASTIC_MNIST_CHAOS_PLAN"
 """Path of the plan; the marks are made beside it. `plant/sitecustomize.py` knows the name, too."""
 
 _HOLD_SECONDS: Final = 5.0
-"""A step waits so long for a node that joins."""
+"""A step waits so long for a node that is about to join."""
+
+_JOIN_SECONDS: Final = 1.0
+"""So much longer, once that node has found the others: the launcher looks for newcomers ten times a second."""
 
 _TOGETHER_SECONDS: Final = 5.0
 _APART_SECONDS: Final = 0.2
@@ -136,8 +139,10 @@ def _fire(index: int, fault: Fault, training: Any, marks: Marks) -> None:  # noq
     if len(fault.ranks) > 1:
         _wait(lambda: marks.are_made(index, fault), _TOGETHER_SECONDS)
     if fault.kind == "grow":
-        # Half the time after which it would count as hung.
-        _wait(marks.release_path(index).exists, min(_HOLD_SECONDS, training.settings.hang_timeout / 2))
+        # Both together are less than the time after which this would count as a hang.
+        patience = min(1.0, training.settings.hang_timeout / (2 * _HOLD_SECONDS))
+        _wait(marks.release_path(index).exists, patience * _HOLD_SECONDS)
+        time.sleep(patience * _JOIN_SECONDS)
     else:
         _ACTIONS[fault.kind](fault, training.rank)
 

@@ -1,15 +1,17 @@
 """The command: from the options to the verdict."""
 
 import json
+import math
 import random
 import shlex
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from elastic_mnist.errors import EXIT_USAGE, UsageError
 from elastic_mnist.settings import Settings, local_path
@@ -28,8 +30,8 @@ SMALL_JOB: Final = (
 """The training where none is asked for: 126 steps on real MNIST."""
 
 _DEFAULTS: Final = ("--hang_timeout=10", "--save_every_steps=10")
+_REFUSAL: Final = "elastic_mnist: error: "
 _OURS: Final = ("snapshot_path", "event_log", "sample_log")
-_CALM_SECONDS: Final = 3600.0
 _SPARE_SECONDS: Final = 60.0
 _SLOWER: Final = 3.0
 """A job of several nodes on one machine shares its cores, and makes some steps again."""
@@ -69,6 +71,8 @@ class Request:
         for name, value in (("faults", self.num_faults), ("nproc", self.num_processes), ("nodes", self.max_nodes)):
             if value < 1:
                 raise UsageError(f"--{name} {value}: must be at least 1")
+        if self.json_path is not None and not self.json_path.parent.is_dir():
+            raise UsageError(f"--json {self.json_path}: its directory is missing; make it, or name another file")
         if not 0 < self.patience < float("inf"):
             raise UsageError(f"--patience {self.patience}: must be a finite number above 0")
 
@@ -93,8 +97,15 @@ def run(request: Request) -> int:
     _say(f"seed {request.seed}, {len(faults)} faults; to do the same again:", request.command, "")
     _say(*report.plan_lines(faults), "")
     directory = _make_directory(request.directory)
-    status = _run_in(directory, request, options, settings, faults)
-    if request.directory is None and status == 0:
+    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: no job outlives this process
+    is_temporary = request.directory is None
+    try:
+        status = _run_in(directory, request, options, settings, faults)
+    except UsageError:
+        if is_temporary:
+            shutil.rmtree(directory)
+        raise
+    if is_temporary and status == 0:
         shutil.rmtree(directory)
     else:
         _say(f"logs and snapshots: {directory}")
@@ -134,12 +145,12 @@ def shape_of(request: Request, settings: Settings) -> Shape:
     num_samples = settings.train_samples or (known.train_labels.shape[0] if known else synthetic.NUM_TRAIN)
     assert settings.global_batch_size is not None
     per_epoch = num_steps_per_epoch(num_samples, settings.global_batch_size)
+    num_steps = settings.epochs * per_epoch
     intervals = [settings.save_every_steps, settings.save_every * per_epoch]
     return Shape(
-        num_steps=settings.epochs * per_epoch,
-        # The one before it is written by then, too, unless the disk is very slow; without one, there is nothing to do.
-        first_damage_step=2
-        * min((interval for interval in intervals if interval), default=settings.epochs * per_epoch),
+        num_steps=num_steps,
+        # When the second snapshot is due the first one is written, unless the disk is very slow.
+        first_damage_step=2 * min((interval for interval in intervals if interval), default=num_steps),
         num_processes=request.num_processes,
         max_nodes=request.max_nodes,
     )
@@ -165,8 +176,10 @@ def _run_in(
 
     tell("the job, undisturbed")
     poisoned = [fault for fault in faults if KINDS[fault.kind].is_of_data]
-    injector.run(job("calm", poisoned, _CALM_SECONDS), tell)
-    _refuse_if_refused(directory / "calm")
+    injector.run(job("calm", poisoned, math.inf), tell)
+    if not _has_finished(directory / "calm"):
+        tell("unknown: the undisturbed job did not finish, so there is nothing to compare with")
+        return _STATUS["unknown"]
     calm_seconds = time.monotonic() - began
     terms = Terms(
         memory_every=settings.memory_snapshot_every,
@@ -175,7 +188,7 @@ def _run_in(
     )
     recovery_seconds = sum(terms.recover_seconds(fault) for fault in faults)
     seconds = recovery_seconds + request.patience * (_SLOWER * calm_seconds + _SPARE_SECONDS)
-    terms = Terms(**{**vars(terms), "job_seconds": seconds})
+    terms = replace(terms, job_seconds=seconds)
     tell("the same job under faults")
     injector.run(job("disturbed", faults, seconds), tell)
     tell("over; what do the logs and files say?")
@@ -207,13 +220,18 @@ def _make_directory(asked: Path | None) -> Path:
     return asked.resolve()
 
 
-def _refuse_if_refused(directory: Path) -> None:
-    """Pass on why the training did not even begin."""
-    ends = [note for note in history.read_notes(directory) if note["note"] == "agent.ended"]
-    if ends and ends[0]["status"] == EXIT_USAGE:
-        output = next(iter(sorted(directory.glob("output-*")))).read_text(errors="replace")
-        reasons = [line for line in output.splitlines() if line.startswith("elastic_mnist: error: ")]
-        raise UsageError(reasons[-1].removeprefix("elastic_mnist: error: ") if reasons else output[-300:])
+def _has_finished(directory: Path) -> bool:
+    """Whether the undisturbed job came to its end; raises `UsageError` with the reason where it was refused."""
+    status = [note["status"] for note in history.read_notes(directory) if note["note"] == "agent.ended"][-1]
+    if status == EXIT_USAGE:
+        output = max(directory.glob("output-*")).read_text(errors="replace")
+        reasons = [line for line in output.splitlines() if line.startswith(_REFUSAL)]
+        raise UsageError("".join([*output.splitlines(), *reasons][-1:]).removeprefix(_REFUSAL))
+    return bool(status == 0)
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _say(*lines: str) -> None:
