@@ -317,11 +317,16 @@ def test_a_job_that_comes_back_too_late() -> None:
     assert "back at its step after 60.5 s, promised are 60" in outcome.reason
 
 
-def test_a_stop_must_be_in_order() -> None:
-    """A worker that was asked to stop, and a job that goes on without `run.stopped`, is `invalid`."""
-    told = story("term")
+@pytest.mark.parametrize("kind", ["term", "termall", "agentterm"])
+def test_a_stop_must_be_in_order(kind: str) -> None:
+    """A job that was asked to stop and goes on without `run.stopped` is `invalid`, unless all was saved before."""
+    told = story(kind)
     assert told.outcome().verdict == "invalid"
-    told.tell("run.stopped", 5.2, step=16)
+    assert "was not stopped in order: the newest snapshot is that of step 10" in told.outcome().reason
+    told.tell("run.stopped", 5.2, step=15)
+    assert told.outcome().verdict == "valid"
+    told.drop("run.stopped")
+    told.tell("snapshot.saved", 4.9, step=15, path="step-00000015.pt")
     assert told.outcome().verdict == "valid"
 
 

@@ -140,13 +140,22 @@ def test_what_cannot_work_is_a_usage_error(arguments: tuple[str, ...], words: tu
         assert word in line
 
 
-def test_a_training_that_is_refused_is_a_usage_error(tmp_path: Path) -> None:
-    """What the trainer refuses comes through as its one line, with status 2."""
-    training = ("--dataset=synthetic", "--train_samples=60001", "--epochs=1")
-    process = tool("--seed=1", "--kinds=kill", "--nproc=1", f"--directory={tmp_path / 'jobs'}", "--", *training)
+def test_a_training_that_is_refused_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the trainer refuses, here for want of data, comes through as its one line, with status 2."""
+    monkeypatch.setenv("ELASTIC_MNIST_MIRRORS", "")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no npm
+    process = tool(
+        "--seed=1",
+        "--kinds=kill",
+        "--nproc=1",
+        f"--directory={tmp_path / 'jobs'}",
+        "--",
+        f"--data_dir={tmp_path / 'none'}",
+    )
     assert process.returncode == 2, process.stdout
     (line,) = process.stderr.splitlines()
-    assert "--train_samples 60001: synthetic has 60,000 training samples" in line
+    assert line.startswith(f"elastic-mnist: error: MNIST in {tmp_path / 'none'}: ")
+    assert "use --dataset synthetic" in line
 
 
 def test_a_job_that_is_overdue_is_ended(tmp_path: Path) -> None:

@@ -167,7 +167,9 @@ def _complaints_of_kind(history: History, fault: Fault, fired: Facts, after: Seq
     """Return what is amiss in what only this kind of fault should have brought about."""
     start = next((facts for facts in after if _is_new_start(fired, facts)), None)
     if KINDS[fault.kind].is_stop and not any(facts.get("event") == "run.stopped" for facts in after):
-        return ["the job did not stop in order"]
+        saved = history.disturbed.newest_durable(_end_of_generation(fired, after))
+        if saved < fired["step"]:  # else it was stopped before it had anything to save
+            return [f"was not stopped in order: the newest snapshot is that of step {saved}"]
     if fault.kind in {"grow", "shrink"} and start is not None:
         change = start["world_size"] - fired["world_size"]
         if (change > 0) != (fault.kind == "grow") or not change:
