@@ -31,7 +31,7 @@ OPTIONS = (
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_thirty_kills(mnist_dir: Path, tmp_path: Path) -> None:
-    """Each of 30 random kills is recovered from the newest snapshot, and each job ends with the undisturbed weights."""
+    """Each of 30 random kills costs at most the step in flight, and each job ends with the undisturbed weights."""
     seed = int(os.environ.get("ELASTIC_MNIST_TEST_SEED", str(random.SystemRandom().randrange(10**6))))
     print(f"seed {seed}")
     choose = random.Random(seed)  # noqa: S311 - repeatable, not secret
@@ -55,8 +55,8 @@ def test_thirty_kills(mnist_dir: Path, tmp_path: Path) -> None:
             resumed = job.events("run.resumed")
             assert [event["generation"] for event in resumed] == [1, 2, 3]
             for event in resumed:
-                assert event["num_lost_steps"] <= 5
-                assert event["source"] == ("storage" if event["step"] else "fresh")
+                assert event["num_lost_steps"] <= 1
+                assert event["source"] == ("memory" if event["step"] else "fresh")
             assert finished["num_lost_steps"] == sum(event["num_lost_steps"] for event in resumed)
             assert [event["epoch"] for event in job.events("epoch.finished")] == [1]
             assert finished["weights_sha256"] == undisturbed["weights_sha256"]
