@@ -17,7 +17,7 @@ def plan_lines(faults: Sequence[Fault]) -> Iterator[str]:
 
 def _text(fault: Fault) -> str:
     text = KINDS[fault.kind].text
-    return f"{text}: {fault.argument}" if fault.kind == "exit" else text
+    return text.replace("0 or 1", str(fault.argument)) if fault.kind == "exit" else text
 
 
 def outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
