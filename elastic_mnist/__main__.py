@@ -47,6 +47,7 @@ def main(arguments: "Sequence[str] | None" = None) -> None:
         raise SystemExit(EXIT_USAGE) from None
     if place.endpoint is not None:
         die_with_parent(place.agent_pid)
+    requests.has_something_to_save = lambda: _is_filled(place.memory_path)
     heart.start(place.pulse_path, local_rank=place.local_rank, hang_timeout=settings.hang_timeout)
     with contextlib.ExitStack() as at_end:
         status = _train(settings, place, requests, at_end)
@@ -89,6 +90,14 @@ def _train(settings: Settings, place: Place, requests: StopRequests, at_end: con
     else:
         status = 0
     return status
+
+
+def _is_filled(memory_path: str | None) -> bool:
+    """Whether the node's memory tier holds a state, which may be ahead of the durable tier, and ends with the agent."""
+    try:
+        return memory_path is not None and os.stat(memory_path).st_size > 0  # noqa: PTH116 - a Path would read the link
+    except OSError:
+        return False
 
 
 def _leave_error_file(error: Exception) -> None:

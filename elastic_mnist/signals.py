@@ -5,8 +5,9 @@ that was ignored when the process began, as `nohup` has it, stays ignored.
 
 Invariant: nothing is done in a signal handler. The signals are blocked, and one thread waits for them; so they are
 noticed at once also while the thread that trains sits in a collective, and the process never dies half-way through a
-write. Before the training there is nothing to save, and the process ends right there. During it, a signal is a flag:
-the ranks agree on a step with the gradient's all-reduce (see `gradients`), save and end together.
+write. A signal is a flag: the ranks agree on a step with the gradient's all-reduce (see `gradients`), save and end
+together. Only where there is nothing to save yet, before the first step, the process ends right there; a later
+generation has what is in the node's memory, and comes as far as to save it.
 
 A process that cannot stop in order, because a peer does not answer, ends by itself before the launcher would kill it.
 """
@@ -37,6 +38,9 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.has_something_to_save: Callable[[], bool] = lambda: False
+        self._seconds_without_progress: Callable[[], float] = lambda: 0.0
+        self._give_up: Callable[[str], None] = lambda _reason: None
         self._is_training = False
         self._interrupted_at: float | None = None
         self._lock = threading.Lock()
@@ -45,7 +49,7 @@ class StopRequests:
         threading.Thread(target=self._wait, name="signals", daemon=True).start()
 
     def begin(self, seconds_without_progress: Callable[[], float], give_up: Callable[[str], None]) -> None:
-        """Let a signal be a request from here on.
+        """Say that the training begins: from here on there is something to save.
 
         Args:
             seconds_without_progress: tells for how long the training has stood still.
@@ -60,7 +64,8 @@ class StopRequests:
         while True:
             number = signal.sigwait(self._signals)
             with self._lock:
-                if not self._is_training or (number == signal.SIGINT and self._is_impatient()):
+                is_idle = not self._is_training and not self.has_something_to_save()
+                if is_idle or (number == signal.SIGINT and self._is_impatient()):
                     os._exit(EXIT_STOPPED)
                 if self.received is None:
                     self.received = signal.Signals(number).name

@@ -39,6 +39,15 @@ def check_stop(job: Job) -> int:
     return int(stopped["step"])
 
 
+def waits_for_signals(pid: int) -> bool:
+    """Whether a process has come as far as to wait for signals, instead of dying of them."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return bool(int(status.partition("SigBlk:")[2].split()[0], 16) & 1 << signal.SIGTERM - 1)
+
+
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("to", ["worker", "plain"])
 def test_a_signal_stops_the_job_at_an_agreed_step(
@@ -85,11 +94,29 @@ def test_nohup_is_heeded(tmp_path: Path) -> None:
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     """In the middle of the imports there is nothing to save: 143, and no word of a failure."""
     with Job(tmp_path, tmp_path, plain(), OPTIONS) as job:
-        blocked = Path(f"/proc/{job.process.pid}/status")
-        eventually(lambda: int(blocked.read_text().partition("SigBlk:")[2].split()[0], 16) & 1 << signal.SIGTERM - 1)
+        eventually(lambda: waits_for_signals(job.process.pid))
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(within=20) == STOPPED
         assert not [event for event in job.events() if event["level"] == "error"]
+
+
+def test_a_signal_while_a_worker_is_replaced_loses_nothing(tmp_path: Path, undisturbed_sha256: str) -> None:
+    """What is in memory only, because a worker was killed before any snapshot, is saved before the agent ends."""
+    with Job(tmp_path, tmp_path, standalone(2), (*OPTIONS, "--save_every_steps=0")) as job:
+        job.wait_for_step(6)
+        killed = job.kill(1)
+        eventually(
+            lambda: sum(waits_for_signals(worker.pid) for worker in job.workers() if worker.pid > killed.pid) == 2
+        )
+        assert not job.events("run.resumed")  # the next generation is in the middle of its imports
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(within=29) == STOPPED
+        assert check_stop(job) >= 6
+    with Job(tmp_path, tmp_path, standalone(2), OPTIONS) as job:
+        assert job.finish()["weights_sha256"] == undisturbed_sha256
+        (resumed,) = job.events("run.resumed")
+        assert resumed["source"] == "storage"
+        assert resumed["step"] >= 6
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
