@@ -7,7 +7,8 @@ alternate with steps that do not. Then, blocks of 10 steps alternate: without a 
 after the first step, in four ways: `background` is ours (the durable tier with its claim, digests, read-back and
 retention), `synchronous` is torch.save with fsync by rank 0 while the others wait, `async_save` is
 torch.distributed.checkpoint's. A block ends when its snapshot is safe. Printed are ratios as the median over
-neighbours, and their spread: of the time, and of the CPU time of both processes, which others disturb less.
+neighbours, and their spread: of the time, and of the CPU time of both processes, which others disturb less. What a
+snapshot costs while nothing else is done is measured too; where other programs share the cores, it tells more.
 """
 
 import argparse
@@ -185,17 +186,27 @@ def measure_durable(bench: Bench, num_rounds: int) -> None:
         settle()
 
     names = [*ways]
+    alone = {name: Cost() for name in ways}
     for name in names[1:]:  # first of its kind: imports, threads, process groups
         ways[name]()()
     for index in range(num_rounds):
         for name in names[index % len(names) :] + names[: index % len(names)]:
             measure(costs[name], lambda name=name: block(name))  # type: ignore[misc]
             bench.tidy()
+        for name in names[1:]:
+            bench.step(keeps=True)  # a snapshot is written once
+            measure(alone[name], lambda name=name: ways[name]()())  # type: ignore[misc]
+            bench.tidy()
     if bench.rank == 0:
         print(f"durable tier: {num_rounds} rounds of blocks of {BLOCK} steps with one snapshot each")
         print(f"  a block without: {spread(costs['none'].wall)} ms")
         for name in names[1:]:
             print(f"  {name}: the training waits {spread(pauses[name].wall)} ms")
+            share = statistics.median(alone[name].cpu) / statistics.median(costs["none"].cpu)
+            print(
+                f"  {name} alone: {spread(alone[name].wall)} ms, of CPU time {spread(alone[name].cpu)} ms, which is "
+                f"{share:.4f} of a block's"
+            )
             tell_ratios(f"a block with {name} / one without", costs[name], costs["none"])
 
 
