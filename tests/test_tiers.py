@@ -150,29 +150,25 @@ def test_the_node_of_rank_0_is_lost(mnist_dir: Path, tmp_path: Path, *, is_share
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at only
 
 
-def memory_of(agent: int) -> tuple[int, int]:
-    """Return device and inode of the memory that an agent holds."""
-    for path in Path(f"/proc/{agent}/fd").iterdir():
-        if str(path.readlink()).startswith("/memfd:elastic_mnist"):
-            found = path.stat()
-            return found.st_dev, found.st_ino
-    raise AssertionError("no memory")
+def memories_of(agent: int) -> set[tuple[int, int]]:
+    """Return device and inode of each memory without a name that an agent holds."""
+    paths = [path for path in Path(f"/proc/{agent}/fd").iterdir() if str(path.readlink()).startswith("/memfd:")]
+    return {(path.stat().st_dev, path.stat().st_ino) for path in paths}
 
 
-def holders_of(memory: tuple[int, int]) -> set[int]:
-    """Return the processes that have a memory open or mapped."""
+def holders_of(memories: set[tuple[int, int]]) -> set[int]:
+    """Return the processes that have one of some memories open or mapped."""
+    inodes = {str(inode) for _, inode in memories}
     holders = set()
     for process in psutil.process_iter():
         try:
-            for path in Path(f"/proc/{process.pid}/fd").iterdir():
-                found = path.stat()
-                if (found.st_dev, found.st_ino) == memory:
-                    holders.add(process.pid)
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            if any(f" {memory[1]} " in line for line in maps.splitlines() if "memfd:elastic_mnist" in line):
-                holders.add(process.pid)
+            found = [path.stat() for path in Path(f"/proc/{process.pid}/fd").iterdir()]
+            mapped = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
         except OSError:  # it has ended meanwhile, or is another user's
             continue
+        is_open = not memories.isdisjoint((one.st_dev, one.st_ino) for one in found)
+        if is_open or any(words[4] in inodes and words[5].startswith("/memfd:") for words in mapped if len(words) > 5):
+            holders.add(process.pid)
     return holders
 
 
@@ -236,10 +232,10 @@ def test_nothing_is_left_behind(end: str, mnist_dir: Path, tmp_path: Path) -> No
     environment = {**plan.environment, "TMPDIR": str(temporary)}
     with Job(tmp_path / "job", mnist_dir, standalone(2), SHORT, environment) as job:
         plan.wait()
-        memory = memory_of(job.process.pid)
+        memories = memories_of(job.process.pid)
         workers = job.workers()
         assert len(workers) == 2
-        assert holders_of(memory) >= {job.process.pid, job.worker(0).pid}
+        eventually(lambda: holders_of(memories) >= {job.process.pid, job.worker(0).pid})
         if end == "finished":
             plan.let_go()
             job.finish()
@@ -247,7 +243,7 @@ def test_nothing_is_left_behind(end: str, mnist_dir: Path, tmp_path: Path) -> No
             job.process.kill()
             job.process.wait()
         wait_until_gone(workers)
-        eventually(lambda: not holders_of(memory), within=30, what="the end of the memory")
+        eventually(lambda: not holders_of(memories), within=30, what="the end of the memory")
         eventually(lambda: not {*SHARED_MEMORY.iterdir()} - shared_before, within=30, what="an empty /dev/shm")
     torchs_own = ("torchelastic_", "torchinductor_")  # its logs, its cache
     ours = [path for path in temporary.iterdir() if not path.name.startswith(torchs_own)]

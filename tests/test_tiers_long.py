@@ -80,6 +80,8 @@ def test_a_node_falls_silent_in_the_middle_of_a_write(mnist_dir: Path, tmp_path:
     assert finished["weights_sha256"] == one_epoch_sha256
     saved = [event for event in events if event["event"] == "snapshot.saved"]
     assert [event["step"] for event in saved] == sorted(event["step"] for event in saved)
+    resumed_at = [event["step"] for event in events if event["event"] == "run.resumed"]
+    assert resumed_at == sorted(resumed_at)  # also where the first node comes back with what it has kept
     begins = next(i for i, e in enumerate(events) if e["event"] == "run.started" and e["generation"] == 2)
     assert all(event["generation"] >= 2 for event in events[begins:] if event["event"] == "snapshot.saved")
     tier = DurableTier(LocalStorage(places / "snapshots"))
