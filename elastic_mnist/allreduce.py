@@ -51,10 +51,16 @@ class AllReduceGradient:
         loss_sum = 0.0
         *before, last = step.micro_batches or (_NOTHING,)
         for micro_batch in (*before, last):
-            with nullcontext() if micro_batch is last else self._wrapped.no_sync(), self._guard("DDP's all-reduce"):
+            is_last = micro_batch is last
+            with nullcontext() if is_last else self._wrapped.no_sync():
                 loss = self._problem.loss(micro_batch, epoch=step.epoch, step_index=step_index)
-                # DDP divides by the world size; the gradient wanted is that of the mean over the step.
-                (loss * (self._world_size / step.num_samples)).backward()
+                # The last one's backward pass waits for the peers. DDP divides by the world size; the gradient wanted
+                # is that of the mean over the step.
+                waits = is_last and self._world_size > 1
+                with self._guard("DDP's all-reduce") if waits else nullcontext():
+                    (loss * (self._world_size / step.num_samples)).backward()
+                    if waits and loss.is_cuda:
+                        torch.cuda.synchronize(loss.device)
             loss_sum += loss.item()
         gradients = [parameter.grad for parameter in self._wrapped.parameters()]
         is_finite = math.isfinite(loss_sum) and all(

@@ -25,7 +25,10 @@ EXIT_FAILURE: Final = 1
 """Exit status for a failure; also of a rank whose peer is gone. torchrun starts the workers again."""
 
 EXIT_STOPPED: Final = 128 + 15
-"""Exit status of a job that was asked to stop, and has saved a snapshot; what a shell says of SIGTERM."""
+"""Exit status of a job that was asked to stop, and has saved what was finished; what a shell says of SIGTERM."""
+
+EXIT_INTERRUPTED: Final = 128 + 2
+"""Exit status after a second Ctrl-C: nothing was saved."""
 
 
 class ElasticMnistError(Exception):

@@ -6,11 +6,13 @@ only warnings and errors. Every other part of the package reports through `log` 
 files or formats.
 """
 
+import contextlib
 import errno
 import json
 import logging
 import math
 import os
+import select
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
@@ -22,6 +24,7 @@ import structlog
 
 _HEAD: Final = ("timestamp", "level", "event", "run_id", "generation", "rank", "world_size")
 
+_READER_SECONDS: Final = 0.5
 _FILE_ONLY: Final = frozenset({"run_id", "rank", "settings", "versions", "argv"})
 
 
@@ -69,9 +72,15 @@ class _JsonLines:
         self._is_told = True
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             self._path = None
-        elif self._descriptor is not None:  # opened anew, it is looked at for half a line
-            os.close(self._descriptor)
-            self._descriptor = None
+        else:
+            self.close()  # opened anew, it is looked at for half a line
+
+    def close(self) -> None:
+        """Close the file; the next event opens it anew. Two threads may do so at once."""
+        descriptor, self._descriptor = self._descriptor, None
+        with contextlib.suppress(OSError):
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _append(self, path: Path, line: bytes) -> None:
         if self._descriptor is None:
@@ -91,13 +100,21 @@ class _Stream:
         self._file: TextIO | None = sys.stderr if to_stderr else sys.stdout  # None where it was closed at the start
 
     def msg(self, line: str) -> None:
-        if self._file is None:
+        if self._file is None or not self._is_ready():
             return
         try:
             self._file.write(line + "\n")
             self._file.flush()
         except (OSError, ValueError):  # a broken pipe, a full disk, a closed file
             return
+
+    def _is_ready(self) -> bool:
+        """Whether somebody reads. A paused terminal must not hold up the training; the file has it all."""
+        try:
+            assert self._file is not None
+            return bool(select.select([], [self._file], [], _READER_SECONDS)[1])
+        except (OSError, ValueError, TypeError):  # what has no descriptor is ready
+            return True
 
     debug = info = warning = error = critical = msg
 
@@ -207,5 +224,7 @@ def console_only() -> None:
 def append(path: Path, event: dict[str, Any]) -> None:
     """Tell an event from a process that has no event log of its own: the launcher's agent."""
     line = {"timestamp": datetime.now(timezone.utc).isoformat().replace("+00:00", "Z"), **event}
-    _JsonLines(path)(None, "", line)
+    lines = _JsonLines(path)
+    lines(None, "", line)
+    lines.close()
     sys.stderr.write(json.dumps(_as_json(line), default=str) + "\n")

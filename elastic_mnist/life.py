@@ -14,7 +14,7 @@ from elastic_mnist.errors import AlreadyTold, Stopped, StoreError, UsageError
 from elastic_mnist.events import log
 from elastic_mnist.job import Job, build, num_lanes
 from elastic_mnist.launch import Place
-from elastic_mnist.pulse import COMPUTING, heart
+from elastic_mnist.pulse import COMPUTING, FINISHING, heart
 from elastic_mnist.settings import Settings
 from elastic_mnist.signals import StopRequests
 from elastic_mnist.snapshots import contract, memory, resume
@@ -23,6 +23,7 @@ from elastic_mnist.snapshots.claim import Holder
 from elastic_mnist.snapshots.record import ProgressMark
 from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import State, pack
+from elastic_mnist.snapshots.writer import Write, with_retries
 from elastic_mnist.trainer import Training, train
 from elastic_mnist.world import refuse
 
@@ -53,7 +54,8 @@ def run(settings: Settings, place: Place, requests: StopRequests, at_end: ExitSt
         warn_of_changed_bits(job, state)
         training, network = build(job, start, state)
         tell_start(job, start, training)
-        requests.begin(heart.seconds_without_progress, give_up)
+        start, state = replace(start, data=None), None  # twice the size of the model and its moments
+        requests.begin(give_up)
         try:
             with heart.phase(COMPUTING):
                 train(training)
@@ -62,11 +64,13 @@ def run(settings: Settings, place: Place, requests: StopRequests, at_end: ExitSt
             job.world.part()  # nobody leaves before rank 0 has saved
             raise
         if job.world.rank == 0:
-            tell_end(job, start, training, network)
-    job.world.part()  # nobody leaves before rank 0 has saved and told
-    if job.memory is not None:
-        job.memory.release()
-    job.world.leave()
+            with heart.phase(FINISHING):
+                tell_end(job, start, training, network)
+    with heart.phase(FINISHING):
+        job.world.part()  # nobody leaves before rank 0 has saved and told
+        if job.memory is not None:
+            job.memory.release()
+        job.world.leave()
 
 
 def identify(job: Job, start: Start) -> None:
@@ -168,6 +172,7 @@ def tell_start(job: Job, start: Start, training: Training) -> None:
         device=str(job.device),
         num_threads=num_lanes(job),
         num_train_samples=training.num_samples,
+        has_memory_tier=job.memory is not None,
         versions=environment.of(job.device),
     )
     if start.source != "fresh" or start.record.generation > 0:
@@ -195,7 +200,11 @@ def tell_end(job: Job, start: Start, training: Training, network: model.ConvNet)
         goodput=round(min(1.0, training.progress.productive_seconds / max(wall_seconds, 1e-9)), 4),
     )
     assert start.claim is not None
-    start.claim.finish()
+    path = job.storage.path(run_record.NAME)
+    try:
+        with_retries(Write(step=training.position.step, path=path, run=start.claim.finish))
+    except StoreError as error:  # all is saved; started again, the job ends as finished once more
+        log.warning("snapshot.store_unreachable", reason=str(error))
     ProgressMark.remove(job.mark_path)
 
 

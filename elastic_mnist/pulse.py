@@ -42,6 +42,10 @@ COMPUTING: Final = "computing"
 WAITING: Final = "waiting for peers"
 SAVING: Final = "saving"
 PARTING: Final = "waiting for rank 0 to save"
+FINISHING: Final = "finishing"
+
+_WHILE_STORES_MAY_BE_SLOW: Final = 1800.0
+"""Seconds that whatever is no computing may take: a data set to fetch, a network's file system that comes back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +89,26 @@ class Sign:
 def read(descriptor: int) -> list[Sign]:
     """Return the signs of all workers that have ever written one to an agent's table."""
     data = os.pread(descriptor, TABLE_SIZE, 0)
-    slots = (data[begin : begin + _SLOT.size] for begin in range(0, len(data), _SLOT_SIZE))
-    return [sign for sign in map(Sign.from_bytes, slots) if sign.pid]
+    begins = (begin for begin in range(0, len(data), _SLOT_SIZE) if any(data[begin : begin + 8]))  # its pid
+    return [Sign.from_bytes(data[begin : begin + _SLOT.size]) for begin in begins]
 
 
 class Stillness:
-    """For how long something has not changed, as far as this process can tell."""
+    """For how long something has not changed, as far as this process can tell.
 
-    def __init__(self) -> None:
+    Args:
+        gap_seconds: after so long without a look, nothing is concluded.
+    """
+
+    def __init__(self, gap_seconds: float = _GAP_SECONDS) -> None:
+        self._gap_seconds = gap_seconds
         self._value: object = None
         self._since = self._looked = time.monotonic()
 
     def seconds(self, value: object) -> float:
         """Look at a value; return for how many seconds it has been the same."""
         now = time.monotonic()
-        if value != self._value or now - self._looked > _GAP_SECONDS:
+        if value != self._value or now - self._looked > self._gap_seconds:
             self._value, self._since = value, now
         self._looked = now
         return now - self._since
@@ -117,7 +126,8 @@ class Heart:
         self.world_size = 0
         self.generation = -1
         self.run_id = ""
-        self.checks: list[Callable[[float], None]] = []
+        self.checks: list[Callable[[], None]] = []
+        """Called with each beat; none of them may wait for anything."""
         self.tell: Callable[[str, str], None] = lambda _reason, _stack: None
         self._hang_timeout = float("inf")
         self._trainer = 0
@@ -128,7 +138,7 @@ class Heart:
         self._num_done = 0
         self._num_beats = 0
         self._stillness = Stillness()
-        self._still_seconds = 0.0
+        self._still: tuple[int, str, float] = (0, SETTING_UP, 0.0)
 
     def start(self, path: str | None, *, local_rank: int, hang_timeout: float) -> None:
         """Begin to beat.
@@ -170,19 +180,23 @@ class Heart:
             self._num_done += 1
             self._phase = before
 
-    def seconds_without_progress(self) -> float:
-        """Return for how long nothing has been counted; a store may take its time."""
-        return 0.0 if self._phase in (SAVING, PARTING) else self._still_seconds
+    def waiting_seconds(self) -> float:
+        """Return for how long this process has waited for its peers; 0 where it does not."""
+        done, phase, seconds = self._still
+        return seconds if phase in (WAITING, PARTING) and (done, phase) == (self._num_done, self._phase) else 0.0
 
     def _beat(self) -> None:
         while True:
             self._num_beats += 1
             self._write()
-            self._still_seconds = self._stillness.seconds((self._num_done, self._phase))
-            if self._phase == COMPUTING and self._still_seconds > self._hang_timeout:
-                self._end()
+            done, phase = self._num_done, self._phase
+            self._still = (done, phase, self._stillness.seconds((done, phase)))
+            if phase not in (WAITING, PARTING):  # a peer may take as long as it lives
+                limit = self._hang_timeout if phase == COMPUTING else max(self._hang_timeout, _WHILE_STORES_MAY_BE_SLOW)
+                if self._still[2] > limit:
+                    self._end(phase, self._still[2])
             for check in self.checks:
-                check(self._still_seconds if self._phase in (WAITING, PARTING) else 0.0)
+                check()
             time.sleep(_BEAT_SECONDS)
 
     def _write(self) -> None:
@@ -204,12 +218,20 @@ class Heart:
             run_id=self.run_id,
         )
 
-    def _end(self) -> None:
-        """Tell where the thread that trains stands, and end the process."""
-        frame = sys._current_frames().get(self._trainer)  # noqa: SLF001 - the documented way to another thread's stack
-        stack = "" if frame is None else "".join(traceback.format_stack(frame))
-        self.tell(f"no progress for {self._still_seconds:.0f} s while {self._phase}", stack)
-        os._exit(EXIT_FAILURE)
+    def _end(self, phase: str, seconds: float) -> None:
+        """Tell where the thread that trains and its lanes stand, and end the process."""
+        try:
+            frames = sys._current_frames()  # noqa: SLF001 - the documented way to other threads' stacks
+            stacks = [
+                f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+                for thread in threading.enumerate()
+                if thread.ident in frames and (thread.ident == self._trainer or thread.name.startswith("lane"))
+            ]
+            reason = f"no progress for {seconds:.0f} s while {phase}"
+            hint = "; raise --hang_timeout if a micro-batch takes that long" if phase == COMPUTING else ""
+            self.tell(reason + hint, "\n".join(stacks))
+        finally:
+            os._exit(EXIT_FAILURE)
 
 
 heart: Final = Heart()

@@ -314,8 +314,9 @@ class ElasticRendezvous(StaticRendezvous):
 def _pass_signals_on() -> None:
     """Let torchrun pass SIGUSR1 on to the workers, and not die of it; and be deaf to what `nohup` had it ignore."""
     names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
-    heard = [name for name in names if signal.getsignal(signal.Signals[name.strip()]) is not signal.SIG_IGN]
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join([*heard, "SIGUSR1"])
+    ignored = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
+    heard = [name for name in (*names, "SIGUSR1") if name.strip() not in ignored]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
 
 
 def _serve_workers(options: "Settings") -> None:

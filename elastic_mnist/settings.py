@@ -288,7 +288,7 @@ def _parser() -> _Parser:
         prog="torchrun [...] -m elastic_mnist",
         description="Train a ConvNet on MNIST. Kill it, stop it, resize it: it goes on where it was.",
         epilog="Exit status: 0 finished, or nothing left to do; 2 a usage, settings, data or store error; "
-        "143 stopped by SIGTERM, SIGINT or SIGUSR1, with a snapshot saved; else a failure.",
+        "143 stopped by SIGTERM, SIGINT, SIGHUP or SIGUSR1, with what was finished saved; else a failure.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )

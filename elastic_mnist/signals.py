@@ -19,18 +19,14 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_STOPPED
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 _GRACE_SECONDS: Final = 25.0
 """torchrun kills 30 s after its SIGTERM."""
 
-_STUCK_SECONDS: Final = 10.0
-"""Without any progress for so long, a process that is asked to stop waits for a peer in vain."""
-
 _IMPATIENCE_SECONDS: Final = 3.0
-_POLL_SECONDS: Final = 0.25
 
 
 class StopRequests:
@@ -39,7 +35,6 @@ class StopRequests:
     def __init__(self) -> None:
         self.received: str | None = None
         self.has_something_to_save: Callable[[], bool] = lambda: False
-        self._seconds_without_progress: Callable[[], float] = lambda: 0.0
         self._give_up: Callable[[str], None] = lambda _reason: None
         self._is_training = False
         self._interrupted_at: float | None = None
@@ -48,15 +43,13 @@ class StopRequests:
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         threading.Thread(target=self._wait, name="signals", daemon=True).start()
 
-    def begin(self, seconds_without_progress: Callable[[], float], give_up: Callable[[str], None]) -> None:
+    def begin(self, give_up: Callable[[str], None]) -> None:
         """Say that the training begins: from here on there is something to save.
 
         Args:
-            seconds_without_progress: tells for how long the training has stood still.
             give_up: is told why the process ends without having stopped in order.
         """
         with self._lock:
-            self._seconds_without_progress = seconds_without_progress
             self._give_up = give_up
             self._is_training = True
 
@@ -65,7 +58,9 @@ class StopRequests:
             number = signal.sigwait(self._signals)
             with self._lock:
                 is_idle = not self._is_training and not self.has_something_to_save()
-                if is_idle or (number == signal.SIGINT and self._is_impatient()):
+                if number == signal.SIGINT and self._is_impatient():
+                    os._exit(EXIT_INTERRUPTED)
+                if is_idle:
                     os._exit(EXIT_STOPPED)
                 if self.received is None:
                     self.received = signal.Signals(number).name
@@ -80,8 +75,8 @@ class StopRequests:
 
     def _end_in_time(self) -> None:
         """End the process where it does not end by itself."""
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline and self._seconds_without_progress() < _STUCK_SECONDS:
-            time.sleep(_POLL_SECONDS)
-        self._give_up(f"{self.received}: not stopped in time, a peer or the store does not answer")
-        os._exit(EXIT_FAILURE)
+        time.sleep(_GRACE_SECONDS)
+        try:
+            self._give_up(f"{self.received}: not stopped within {_GRACE_SECONDS:.0f} s; what came last is not saved")
+        finally:
+            os._exit(EXIT_FAILURE)

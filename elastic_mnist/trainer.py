@@ -25,6 +25,9 @@ _TELL_SECONDS: Final = 1.0
 MAX_SKIPPED_STEPS: Final = 10
 """Bad luck may spoil a few batches; more than that is a job that has gone wrong."""
 
+STOP_SECONDS: Final = 20.0
+"""Whoever asks to stop kills after a while; torchrun after 30 s."""
+
 
 @dataclass(kw_only=True)
 class Progress:
@@ -61,7 +64,8 @@ class Training:
         evaluate: evaluates the model on the test set; collective.
         keep: keeps the state as it stands in the memory tier.
         save: begins to write a durable snapshot of the state as it stands; does nothing but at rank 0.
-        settle: waits until the durable snapshots are written; raises `TrainingError` where the newest cannot be.
+        settle: waits until the durable snapshots are written, for some seconds or as long as it takes; raises
+            `TrainingError` where the newest cannot be.
         note_samples: notes which samples this rank is about to use in a step.
         finished_step: is told after each step how many are finished.
     """
@@ -77,7 +81,7 @@ class Training:
     evaluate: Callable[[], Evaluation]
     keep: Callable[["Training"], None]
     save: Callable[["Training"], None]
-    settle: Callable[[], None]
+    settle: Callable[[float | None], None]
     note_samples: Callable[[Step, int], None]
     finished_step: Callable[[int], None]
     position: Position = field(default_factory=Position)
@@ -105,7 +109,7 @@ def train(training: Training) -> None:
             if training.saved != training.position:
                 save(training)
             with heart.phase(SAVING):
-                training.settle()
+                training.settle(None)
             return
         assert training.position.samples_in_epoch < training.num_samples  # or no step would ever come
         for step in remaining_steps(training):
@@ -136,7 +140,8 @@ def skip(training: Training, step: Step, result: StepResult) -> None:
     Nothing has to be undone: the gradient was found bad before it was used, so the state is that before the step.
     """
     progress, index = training.progress, training.position.step
-    bad = f"step {index}: the gradient of {result.num_bad} micro-batches is not finite or too large"
+    whose = f" of {result.num_bad} micro-batches" if training.settings.gradient_sync == "exact" else ""
+    bad = f"step {index}: the gradient{whose} is not finite or too large"
     if training.settings.on_nonfinite == "stop":
         raise TrainingError(
             f"{bad}; nothing of it was saved. A smaller --lr may help, or --on_nonfinite rollback to go on without it"
@@ -160,7 +165,7 @@ def stop(training: Training) -> NoReturn:
     if training.saved != training.position:
         save(training)
     with heart.phase(SAVING):
-        training.settle()
+        training.settle(STOP_SECONDS)
     raise Stopped
 
 
@@ -219,6 +224,8 @@ def finish_epoch(training: Training, meter: "Meter") -> None:
     progress.productive_seconds += time.monotonic() - began
     progress.test_loss, progress.test_accuracy = evaluation.loss, evaluation.accuracy
     progress.num_evaluated_epochs = training.position.epoch
+    if training.saved == training.position:
+        training.saved = None  # at a stop, before it was evaluated: the job's last snapshot is to tell of that
     log.info(
         "epoch.finished",
         epoch=training.position.epoch,

@@ -6,6 +6,7 @@ soon as it is killed. See `pulse` for the signs.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -45,9 +46,13 @@ class Warden:
 
     def _watch(self) -> None:
         while True:
-            for sign in pulse.read(self._descriptor):
-                if processes.started(sign.pid) == sign.pid_started:
-                    self._look(sign)
+            try:
+                for sign in pulse.read(self._descriptor):
+                    if processes.started(sign.pid) == sign.pid_started:
+                        self._look(sign)
+            except Exception:
+                # Whatever it was: those who watch must not be the first to fall asleep.
+                logging.getLogger(__name__).exception("warden.failed")
             time.sleep(_POLL_SECONDS)
 
     def _look(self, sign: Sign) -> None:
@@ -61,11 +66,16 @@ class Warden:
             self._end(sign, f"no progress for {done:.0f} s")
 
     def _end(self, sign: Sign, reason: str) -> None:
+        condition = processes.condition(sign.pid)
+        try:
+            stack = _stack_of(sign)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(sign.pid, signal.SIGKILL)
+        self._beats.pop(sign.pid)
+        self._done.pop(sign.pid)
         from elastic_mnist import events  # noqa: PLC0415 - most agents never have anything to tell
 
-        condition, stack = processes.condition(sign.pid), _stack_of(sign)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(sign.pid, signal.SIGKILL)
         events.append(
             self._event_log,
             {
@@ -82,8 +92,6 @@ class Warden:
                 "stack": stack,
             },
         )
-        self._beats.pop(sign.pid)
-        self._done.pop(sign.pid)
 
 
 def _stack_of(sign: Sign) -> str | None:

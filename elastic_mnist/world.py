@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ class World:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=_BACKSTOP)
         if self.size > 1:
-            heart.checks.append(PeerWatch(place, self.rank, timeout=timeout, key=self._key).look)
+            PeerWatch(place, self.rank, timeout=timeout, key=self._key)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add `tensor` up over all ranks, in place."""
@@ -161,7 +162,8 @@ def refuse(place: launch.Place, reason: str) -> None:
 class PeerWatch:
     """Notices a peer that gives no sign of life, and ends this process: a collective would wait for it for ever.
 
-    Each process leaves its signs in the store. They are looked at only while this process waits for its peers.
+    Each process leaves its signs in the store, from a thread of its own, because a store that does not answer must not
+    hold up anything else. The peers' signs are looked at only while this process waits for them.
 
     Args:
         place: leads to the store.
@@ -174,54 +176,59 @@ class PeerWatch:
         self._place = place
         self._rank = rank
         self._timeout = timeout
+        self._interval = min(1.0, timeout / 10)
         self._prefix = f"elastic_mnist/{key}/pulse"
         self._store: dist.Store | None = None
-        self._beats = 0
-        self._next_look = 0.0
-        self._stillness = {rank: Stillness() for rank in range(place.world_size)}
-        self._silence = Stillness()
+        self._num_beats = 0
+        peers = [peer for peer in range(place.world_size) if peer != rank]
+        self._peers = {peer: Stillness(gap_seconds=2 * _ANSWER_SECONDS) for peer in peers}
+        self._answered_at = time.monotonic()
+        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        heart.checks.append(self._check_silence)
 
-    def look(self, waiting_seconds: float) -> None:
-        """Leave a sign, and look at the peers' where this process has been waiting; called with each beat."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        interval = min(1.0, self._timeout / 10)
-        self._next_look = now + interval
+    def _watch(self) -> None:
+        while True:
+            try:
+                self._look(heart.waiting_seconds())
+                self._answered_at = time.monotonic()
+            except RuntimeError:  # torch's DistError and its kin
+                self._store = None
+            time.sleep(self._interval)
+
+    def _check_silence(self) -> None:
+        """End where the store itself has gone silent. Asking it may take for ever, so another thread looks at that."""
+        silence = time.monotonic() - self._answered_at
+        if min(silence, heart.waiting_seconds()) > self._timeout + _OTHERS_SECONDS:
+            self._end(f"the store has not answered for {silence:.0f} s")
+
+    def _look(self, waiting_seconds: float) -> None:
+        """Leave a sign; where this process has been waiting, look at its peers'."""
         is_stuck = waiting_seconds > self._timeout
-        try:
-            signs = self._exchange(is_stuck=is_stuck, is_waiting=waiting_seconds > interval)
-        except RuntimeError as error:  # torch's DistError and its kin
-            self._store = None
-            if self._silence.seconds(self._beats) > self._timeout and is_stuck:
-                self._end(f"the store has not answered for {self._timeout:.0f} s: {str(error).splitlines()[0]}")
-            return
-        self._beats += 1
-        for rank, (beats, _) in signs.items():
-            seconds = self._stillness[rank].seconds(beats)
-            # A second more than the peer's own agent, which can tell more of it.
-            if seconds > self._timeout + _OTHERS_SECONDS:
-                self._end(f"rank {rank} has given no sign of life for {seconds:.0f} s")
-        if is_stuck and signs and all(is_other_stuck for _, is_other_stuck in signs.values()):
-            self._end(f"all ranks are alive and have waited for each other for {waiting_seconds:.0f} s")
-
-    def _exchange(self, *, is_stuck: bool, is_waiting: bool) -> dict[int, tuple[str, bool]]:
-        """Leave a sign; where this process waits, return each peer's number of beats, and whether it is stuck too."""
+        self._num_beats += 1
         if self._store is None:
             store = _connect(self._place, timedelta(seconds=_ANSWER_SECONDS), may_serve=False)
             self._store = dist.PrefixStore(self._prefix, store)
-        self._store.set(str(self._rank), f"{self._beats} {int(is_stuck)}")
-        signs = {}
-        for rank in self._stillness if is_waiting else ():
-            if rank != self._rank:
-                text = self._store.get(str(rank)).decode() if self._store.check([str(rank)]) else "0 0"
-                beats, is_other_stuck = text.split()
-                signs[rank] = (beats, is_other_stuck == "1")
-        return signs
+        self._store.set(str(self._rank), f"{self._num_beats} {int(is_stuck)}")
+        if waiting_seconds <= self._interval:
+            return
+        keys = [str(peer) for peer in self._peers if self._store.check([str(peer)])]
+        signs = dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
+        are_stuck = [is_stuck]
+        for peer, stillness in self._peers.items():
+            beats, is_peer_stuck = signs.get(str(peer), b"0 0").split()
+            are_stuck.append(is_peer_stuck == b"1")
+            seconds = stillness.seconds(beats)
+            # A second more than the peer's own agent, which can tell more of it.
+            if seconds > self._timeout + _OTHERS_SECONDS:
+                self._end(f"rank {peer} has given no sign of life for {seconds:.0f} s")
+        if all(are_stuck):
+            self._end(f"all ranks are alive and have waited for each other for {waiting_seconds:.0f} s")
 
     def _end(self, reason: str) -> NoReturn:
-        log.warning("peer.hung", reason=reason, step=heart.step)
-        os._exit(EXIT_FAILURE)
+        try:
+            log.warning("peer.hung", reason=reason, step=heart.step)
+        finally:
+            os._exit(EXIT_FAILURE)
 
 
 def _meet(place: launch.Place, timeout: timedelta) -> tuple[dist.Store, str]:
@@ -289,6 +296,8 @@ def guard(what: str) -> Iterator[None]:
     try:
         with heart.phase(WAITING):
             yield
+    except torch.OutOfMemoryError:  # this process's own trouble
+        raise
     except RuntimeError as error:  # also torch's DistError and its kin
         reason = str(error).splitlines()[0][:300]
         raise PeerLost(f"{what}: {reason}") from error

@@ -97,7 +97,7 @@ class Bench:
     def background(self) -> Callable[[], Any]:
         """Begin to write a durable snapshot; return what waits for it."""
         self.training.save(self.training)
-        return self.training.settle
+        return lambda: self.training.settle(None)
 
     def synchronous(self) -> Callable[[], Any]:
         """Write a snapshot as most scripts do, made safe by fsync and a rename."""

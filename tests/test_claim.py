@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness import eventually
 from places import HOLDER, Place
-from states import manifest_of, small_state
+from states import Fault, FaultyStorage, manifest_of, small_state
 from structlog.testing import capture_logs
 
 from elastic_mnist import launch
@@ -106,6 +106,20 @@ def test_a_claim_that_could_not_be_made_is_made_by_the_next_snapshot(storage: St
     late = Claim(storage, replace(claimed(storage, 0).record, generation=1), None)
     save(storage, late, 5)
     assert run_record.read(storage) == late.record
+
+
+def test_a_claim_that_failed_after_its_look_is_made_by_the_next_snapshot(storage: Storage) -> None:
+    """The record was read and could not be written: the older generation is fenced all the same, by the next save."""
+    old = claimed(storage, 0)
+    fault = Fault(at=0, of=("put_if",), raises=StoreError("503"))
+    late = Claim(FaultyStorage(storage, fault), replace(old.record, generation=1), storage.version(run_record.NAME))
+    with pytest.raises(StoreError, match="503"):
+        late.take()
+    assert fault.num_fired == 1
+    save(storage, late, 5)
+    assert run_record.read(storage) == late.record
+    with pytest.raises(Fenced):
+        save(storage, old, 9)
 
 
 def test_the_end_is_noted_in_the_record(storage: Storage) -> None:

@@ -90,7 +90,9 @@ def test_a_worker_that_leaves_with_success_is_replaced(rank: int, tmp_path: Path
         (lost,) = job.events("peer.lost")
         assert (lost["generation"], lost["rank"]) == (0, 1 - rank)
         (resumed,) = job.events("run.resumed")
-        assert (resumed["generation"], resumed["step"], resumed["num_lost_steps"]) == (1, 2, 1)
+        assert resumed["generation"] == 1
+        assert resumed["step"] in ((2,) if rank else (0, 2))  # rank 0 may leave in the middle of writing step 2
+        assert resumed["num_lost_steps"] == 3 - resumed["step"]
         assert finished["num_restarts"] == 1
         assert finished["weights_sha256"] == undisturbed_sha256
 

@@ -95,14 +95,14 @@ def test_a_job_that_does_not_get_on_stops_early(tmp_path: Path) -> None:
         assert job.finish()["num_restarts"] == 4
 
 
-@pytest.mark.parametrize("sync", ["exact", "allreduce"])
-def test_a_poisoned_batch_is_skipped_where_that_is_asked_for(sync: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sync", "poisoned"), [("exact", "4"), ("exact", "0"), ("allreduce", "4")])
+def test_a_poisoned_batch_is_skipped_where_that_is_asked_for(sync: str, poisoned: str, tmp_path: Path) -> None:
     """The job goes on from the state before the bad step, tells of it, and ends the same with a kill in between."""
     options = (*OPTIONS, "--on_nonfinite=rollback", f"--gradient_sync={sync}")
     digests = set()
     for name in ("calm", "killed"):
         environment, fired = fault(tmp_path / name, "kill", rank=1, step=6)
-        environment["ELASTIC_MNIST_TEST_POISON"] = "4"
+        environment["ELASTIC_MNIST_TEST_POISON"] = poisoned
         if name == "calm":
             environment["ELASTIC_MNIST_TEST_FAULT"] = f"none 1 6 0 {fired}"
         with Job(tmp_path / name, tmp_path, standalone(2, max_restarts=1), options, environment) as job:
@@ -110,7 +110,7 @@ def test_a_poisoned_batch_is_skipped_where_that_is_asked_for(sync: str, tmp_path
             assert fired.exists()
             digests.add(finished["weights_sha256"])
             (skipped,) = job.events("step.skipped")
-            assert (skipped["step"], skipped["num_skipped_steps"]) == (4, 1)
+            assert (skipped["step"], skipped["num_skipped_steps"]) == (int(poisoned), 1)
             assert finished["step"] == 10
             (epoch,) = job.events("epoch.finished")
             assert 0 < epoch["train_loss"] < 2.5

@@ -125,6 +125,17 @@ def test_a_state_of_another_size_takes_the_place(path: str) -> None:
     assert pack(held_at(path).state) == pack(larger)
 
 
+def test_a_state_that_grows_is_kept_whole(path: str) -> None:
+    """A state before the optimizer's first step has no moments; the next one, which has, is no trouble."""
+    tier = MemoryTier(path, RECORD)
+    for step in (0, 1):
+        tier.put(small_state(step, optimizer={"state": {}, "param_groups": []}))
+    for step in (2, 3, 4):
+        grown = small_state(step, optimizer={"state": {0: {"exp_avg": torch.arange(100_000.0)}}, "param_groups": []})
+        tier.put(grown)
+        assert pack(held_at(path).state) == pack(grown)
+
+
 def test_released_memory_is_empty(path: str) -> None:
     """After the end of a run nothing is held, and nothing is kept any more."""
     tier = MemoryTier(path, RECORD)

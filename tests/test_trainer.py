@@ -74,7 +74,7 @@ def training_of(
         evaluate=evaluate,
         keep=lambda training: calls.append(("keep", training.position.step)),
         save=lambda training: calls.append(("save", training.position.step)),
-        settle=lambda: calls.append(("settle", training.position.step)),
+        settle=lambda _seconds: calls.append(("settle", training.position.step)),
         note_samples=lambda _step, index: calls.append(("note", index)),
         finished_step=lambda step: calls.append(("finished", step)),
         position=position,

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -265,7 +266,7 @@ def test_a_killed_peer_is_lost_to_all_others(victim: int, store: dist.TCPStore) 
             assert "\n" not in str(error)
 
 
-def beat_and_add_up(place: Place, say: Say, timeout: float, doing: str) -> None:
+def beat_and_add_up(place: Place, say: Say, timeout: float, doing: str, log: Path) -> None:
     """Give signs of life, make three sums, then wait for one that rank 1 does not make, or not for a while.
 
     Args:
@@ -273,10 +274,11 @@ def beat_and_add_up(place: Place, say: Say, timeout: float, doing: str) -> None:
         say: tells the test.
         timeout: of a silent peer.
         doing: what rank 1 does: "nothing" for ever, "something" for three times the timeout, or "waiting" for rank 0.
+        log: where both tell.
     """
     heart.start(None, local_rank=0, hang_timeout=TIMEOUT)
     here = World(place, CPU, timeout=timeout)
-    events.configure(None, rank=place.rank, world_size=2, log_format="json")
+    events.configure(log, rank=place.rank, world_size=2, log_format="json")
     numbers = torch.ones(10, dtype=torch.int64)
     for _ in range(3):
         here.all_reduce(numbers)
@@ -290,42 +292,64 @@ def beat_and_add_up(place: Place, say: Say, timeout: float, doing: str) -> None:
     say("added")
 
 
-def end_of(ranks: Ranks, rank: int) -> int | None:
-    """Return the exit status of a rank that ends by itself, without a word to the test."""
-    with pytest.raises(EOFError):
-        ranks.hear(rank)
-    ranks.processes[rank].join(WAIT_SECONDS)
-    return ranks.processes[rank].exitcode
+def hung_peers(log: Path) -> list[str]:
+    """Return the reasons of the `peer.hung` in a log, once there is one."""
+    told = eventually(
+        lambda: [line for line in log.read_text().splitlines() if "peer.hung" in line] if log.exists() else []
+    )
+    return [json.loads(line)["reason"] for line in told]
 
 
-def test_a_silent_peer_is_noticed(store: dist.TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_peer_is_noticed(store: dist.TCPStore, tmp_path: Path) -> None:
     """SIGSTOP of a rank ends the one that waits for it, though the connection stands, and names it."""
-    with Ranks(beat_and_add_up, 2.0, "nothing", size=2, **hosted(store)) as ranks:
+    with Ranks(beat_and_add_up, 2.0, "nothing", tmp_path / "log", size=2, **hosted(store)) as ranks:
         assert ranks.start().hear_all() == ["adding"] * 2
         stopped = psutil.Process(ranks.pid(1))
         stopped.suspend()
         eventually(lambda: stopped.status() == psutil.STATUS_STOPPED, what="a stopped rank")
-        assert end_of(ranks, 0) == 1
+        (reason,) = hung_peers(tmp_path / "log")
+        assert reason.startswith("rank 1 has given no sign of life for ")
+        ranks.processes[0].join(WAIT_SECONDS)
+        assert ranks.processes[0].exitcode == 1
         assert alive(stopped)
         assert stopped.status() == psutil.STATUS_STOPPED
-    (told,) = [line for line in capfd.readouterr().out.splitlines() if "peer.hung" in line]
-    assert json.loads(told)["reason"].startswith("rank 1 has given no sign of life for ")
 
 
-def test_a_slow_peer_is_waited_for(store: dist.TCPStore) -> None:
+def test_a_slow_peer_is_waited_for(store: dist.TCPStore, tmp_path: Path) -> None:
     """A rank that lives and takes three times the timeout for its step is no hung one."""
-    with Ranks(beat_and_add_up, 1.0, "something", size=2, **hosted(store)) as ranks:
+    with Ranks(beat_and_add_up, 1.0, "something", tmp_path / "log", size=2, **hosted(store)) as ranks:
         assert ranks.start().hear_all() == ["adding"] * 2
         assert ranks.hear_all() == ["added"] * 2
 
 
-def test_ranks_that_wait_for_each_other_are_noticed(store: dist.TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_falls_silent_is_noticed(tmp_path: Path) -> None:
+    """A process that waits for a peer while the store is stopped does not wait for ever; it tells so, and ends."""
+    code = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(10**6)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            place = {"endpoint": ("127.0.0.1", int(server.stdout.readline())), "is_hosted": True}
+            with Ranks(beat_and_add_up, 2.0, "nothing", tmp_path / "log", size=2, **place) as ranks:
+                assert ranks.start().hear_all() == ["adding"] * 2
+                server.send_signal(signal.SIGSTOP)
+                (reason,) = hung_peers(tmp_path / "log")
+            assert reason.startswith("the store has not answered for ")
+        finally:
+            server.kill()
+
+
+def test_ranks_that_wait_for_each_other_are_noticed(store: dist.TCPStore, tmp_path: Path) -> None:
     """Where all live and all wait, as when a link between two of them swallows what is sent, that is told and ends."""
-    with Ranks(beat_and_add_up, 2.0, "waiting", size=2, **hosted(store)) as ranks:
+    with Ranks(beat_and_add_up, 2.0, "waiting", tmp_path / "log", size=2, **hosted(store)) as ranks:
         assert ranks.start().hear_all() == ["adding"] * 2
-        assert end_of(ranks, 0) == 1
-    (told, *_) = [line for line in capfd.readouterr().out.splitlines() if "peer.hung" in line]
-    assert json.loads(told)["reason"].startswith("all ranks are alive and have waited for each other")
+        reasons = hung_peers(tmp_path / "log")
+    assert all(reason.startswith("all ranks are alive and have waited for each other") for reason in reasons)
 
 
 # Refusing

@@ -8,7 +8,7 @@ import pytest
 from harness import eventually
 from structlog.testing import capture_logs
 
-from elastic_mnist.errors import Fenced, StoreError, TrainingError
+from elastic_mnist.errors import Fenced, StoreError, TrainingError, UsageError
 from elastic_mnist.snapshots import writer
 from elastic_mnist.snapshots.writer import BackgroundWriter, Write
 
@@ -141,7 +141,7 @@ def test_too_many_failures_in_a_row_stop_the_training(max_failures: int, events:
         background.check()
     background.submit(write_of(max_failures, Failing(10**6)))
     wait_until_failed(background, events, max_failures + 1)
-    with pytest.raises(TrainingError, match=f"--max_snapshot_failures allows {max_failures}: disk full$"):
+    with pytest.raises(UsageError, match=f"--max_snapshot_failures allows {max_failures}: disk full$"):
         background.check()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from elastic_mnist import processes
 from elastic_mnist.errors import Fenced, StoreConflict, UsageError
+from elastic_mnist.events import log
 from elastic_mnist.launch import Place
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.record import RunRecord
@@ -86,13 +87,24 @@ class Claim:
         self._storage = storage
         self.record = record
         self._seen = seen
+        self._is_taken = False
 
     def take(self) -> None:
         """Write the record; raises `Fenced` or `UsageError` where somebody else has written one meanwhile."""
+        if not self._storage.has_conditional_put:
+            log.warning(
+                "store.not_fenced",
+                path=self._storage.location,
+                reason="this store cannot refuse a write that comes late; let one job at a time use it",
+            )
         try:
-            self._seen = self._storage.put_if(run_record.NAME, self.record.to_json(), self._seen)
+            self._write(self._seen)
         except StoreConflict:
             self.check()
+
+    def _write(self, version: str | None) -> None:
+        self._seen = self._storage.put_if(run_record.NAME, self.record.to_json(), version)
+        self._is_taken = True
 
     def check(self) -> None:
         """Make sure that the place is still this generation's.
@@ -102,19 +114,19 @@ class Claim:
             UsageError: another job has it.
         """
         version = self._storage.version(run_record.NAME)
-        if version is not None and version == self._seen:
+        if self._is_taken and version is not None and version == self._seen:
             return
         other = run_record.read(self._storage)
         if other is not None and other != self.record:
             self._make_way(other)
         # It is gone, or of a generation before this one: a claim that could not be made while the store was away.
-        self._seen = self._storage.put_if(run_record.NAME, self.record.to_json(), version)
+        self._write(version)
 
     def finish(self) -> None:
         """Note that the end of the run has been told."""
         self.check()
         self.record = replace(self.record, is_finished=True)
-        self._seen = self._storage.put_if(run_record.NAME, self.record.to_json(), self._seen)
+        self._write(self._seen)
 
     def _make_way(self, other: RunRecord) -> None:
         """Raise where `other` is not a generation that this one follows."""

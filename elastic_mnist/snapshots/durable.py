@@ -173,12 +173,8 @@ class DurableTier:
         except SnapshotError as error:
             self._reject(manifest.name, str(error))
             return False
-        return (there.run_id, there.weights_sha256, there.settings_fingerprint, there.position) == (
-            manifest.run_id,
-            manifest.weights_sha256,
-            manifest.settings_fingerprint,
-            manifest.position,
-        )
+        unlike = ("size_bytes", "sha256", "generation", "created_at")  # of another write of the same state
+        return replace(there, **{name: getattr(manifest, name) for name in unlike}) == manifest
 
     def _put(self, name: str, data: bytes, check_claim: Callable[[], None]) -> None:
         """Write what nobody has written meanwhile, and believe it once it reads back: retention relies on it.
@@ -209,7 +205,9 @@ class DurableTier:
             if _MANIFEST_NAME.fullmatch(name):
                 try:
                     found.append(Manifest.from_json(self._storage.get(name), name))
-                except (SnapshotError, FileNotFoundError) as error:
+                except FileNotFoundError:
+                    continue  # removed by retention meanwhile
+                except SnapshotError as error:
                     self._reject(name, str(error))
         return sorted(found, key=lambda manifest: manifest.step, reverse=True)
 

@@ -101,15 +101,19 @@ class MemoryTier:
         for tensor in tensors:
             _view(memory, tensor, offset).copy_(tensor)
             offset += _room_of(tensor)
+        assert offset <= begin + self._buffer_size
         head = _HEAD.pack(self._sequence, len(skeleton), zlib.crc32(skeleton))
         memory[begin : begin + _HEAD.size + _CRC.size] = head + _CRC.pack(zlib.crc32(head))
         log.debug("snapshot.saved", tier="memory", **vars(position_of(state)), size_bytes=offset - begin)
 
     def _map(self, path: str, tensors_size: int) -> mmap.mmap:
         """Return the memory, with room for two buffers; raises `OSError` where there is none."""
-        if self._memory is not None:
+        needed = -(-(_HEAD_ROOM + _SKELETON_ROOM + tensors_size) // _PAGE) * _PAGE
+        if self._memory is not None and needed <= self._buffer_size:
             return self._memory
-        self._buffer_size = -(-(_HEAD_ROOM + _SKELETON_ROOM + tensors_size) // _PAGE) * _PAGE
+        if self._descriptor is not None:  # before the optimizer's first step, a state has no moments
+            os.close(self._descriptor)
+        self._buffer_size = needed
         size = _PAGE + 2 * self._buffer_size
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._sequence = max((sequence for sequence, _, _ in _buffers(path)), default=0)

@@ -122,7 +122,7 @@ def decide(
     Raises:
         UsageError: the snapshots are another job's, or cannot be read or written.
     """
-    seen, recorded, found = _survey(storage, tier, settings, asked, offers)
+    seen, found = _survey(storage, tier, settings, asked, holder=holder, offers=offers)
     path = None if found.snapshot is None else found.snapshot.path
     if found.known is None:
         contract = resolve(asked, world_size=world_size, device_type=device_type)
@@ -132,10 +132,11 @@ def decide(
             _check_mid_epoch(contract, found.snapshot, asked)
         if contract != found.known:
             log.warning("run.settings_changed", changed=differences(found.known, asked))
-    if recorded is not None:
-        refuse_if_in_use(recorded, holder, storage.location)
 
     new_run = RunRecord.new(contract, started_at=time.time(), resumed_from=path if found.source == "file" else None)
+    position = found.position
+    if isinstance(found.snapshot, ForeignFile):
+        position = _position_of(found.snapshot, contract)
     start = Start(
         record=new_run,
         asked=asked,
@@ -146,20 +147,26 @@ def decide(
         data=found.snapshot.data if isinstance(found.snapshot, Snapshot) else None,
     )
     if found.record is not None:
-        if found.record.is_finished and found.source == "storage" and found.position.epoch >= settings.epochs:
+        if found.record.is_finished and found.source == "storage" and position.epoch >= settings.epochs:
             assert isinstance(found.snapshot, Snapshot)
             return replace(start, record=found.record, data=None, finished=found.snapshot.manifest)
-        start = _go_on(start, found.record, found.position, mark_path, holder)
+        start = _go_on(start, found.record, position, mark_path, holder)
     record = replace(start.record, holder=holder.to_plain())
     if isinstance(found.snapshot, ForeignFile):
-        start = replace(start, data=pack(_state_of(found.snapshot, settings, record, world_size)))
+        start = replace(start, data=pack(_state_of(found.snapshot, position, settings, record, world_size)))
     return replace(start, record=record, claim=_claim(storage, record, seen, may_wait=found.source == "memory"))
 
 
 def _survey(
-    storage: Storage, tier: DurableTier, settings: Settings, asked: Contract, offers: Sequence[Offer]
-) -> tuple[str | None, RunRecord | None, _Found]:
-    """Return the version of the run's record that was seen, the record, and what there is to go on from."""
+    storage: Storage,
+    tier: DurableTier,
+    settings: Settings,
+    asked: Contract,
+    *,
+    holder: Holder,
+    offers: Sequence[Offer],
+) -> tuple[str | None, _Found]:
+    """Return the version of the run's record that was seen, and what there is to go on from."""
     offers = [offer for offer in offers if not differences(offer.record.contract, asked)]
     seen, recorded = None, None
     try:
@@ -167,13 +174,14 @@ def _survey(
         recorded = run_record.read(storage)
         if recorded is not None:
             identify(run_id=recorded.run_id, generation=recorded.generation)  # what is told from here on is of this run
-        return seen, recorded, _look(tier, settings, asked, recorded, offers)
+            refuse_if_in_use(recorded, holder, storage.location)  # before anything of it is touched
+        return seen, _look(tier, settings, asked, recorded, offers)
     except StoreError as error:
         # A store that is away for a while does not end a job whose state is at hand.
         if not offers:
             raise
         log.warning("snapshot.store_unreachable", reason=str(error))
-        return seen, recorded, _of_memory(max(offers, key=_rank_offer), recorded)
+        return seen, _of_memory(max(offers, key=_rank_offer), recorded)
 
 
 def _claim(storage: Storage, record: RunRecord, seen: str | None, *, may_wait: bool) -> Claim:
@@ -243,17 +251,22 @@ def _of_file(location: str, recorded: RunRecord | None, asked: Contract) -> _Fou
     return _Found(source="file", position=position, record=record, known=known, snapshot=snapshot)
 
 
-def _state_of(file: ForeignFile, settings: Settings, record: RunRecord, world_size: int) -> State:
+def _position_of(file: ForeignFile, contract: Contract) -> Position:
+    """Return what another program's file says is finished."""
+    num_epochs = file.foreign.num_epochs or 0
+    num_steps = num_epochs * num_steps_per_epoch(contract["train_samples"], contract["global_batch_size"])
+    return Position(epoch=num_epochs, step=num_steps)
+
+
+def _state_of(file: ForeignFile, position: Position, settings: Settings, record: RunRecord, world_size: int) -> State:
     """Return another program's file as the state of a run that begins with it; what it lacks is told."""
     foreign, contract = file.foreign, record.contract
     if foreign.lacking:
         log.warning("snapshot.incomplete", path=file.path, kind=foreign.kind, lacking=list(foreign.lacking))
-    num_epochs = foreign.num_epochs or 0
-    num_steps = num_epochs * num_steps_per_epoch(contract["train_samples"], contract["global_batch_size"])
     return {
         "model": foreign.model,
         "optimizer": foreign.optimizer or {},
-        **vars(Position(epoch=num_epochs, step=num_steps)),
+        **vars(position),
         "global_batch_size": contract["global_batch_size"],
         "micro_batch_size": contract["micro_batch_size"],
         "seed": contract["seed"],
@@ -269,7 +282,7 @@ def _state_of(file: ForeignFile, settings: Settings, record: RunRecord, world_si
         "run_id": record.run_id,
         "generation": record.generation,
         "started_at": record.started_at,
-        "progress": {"num_evaluated_epochs": num_epochs},
+        "progress": {"num_evaluated_epochs": position.epoch},
     }
 
 

@@ -8,18 +8,19 @@ training stops.
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from elastic_mnist.errors import StoreError, TrainingError
+from elastic_mnist.errors import StoreError, TrainingError, UsageError
 from elastic_mnist.events import log
 
 _NUM_TRIES: Final = 4
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 10.0
-_SETTLE_SECONDS: Final = 600.0
+_LONGEST_SECONDS: Final = 600.0
 _PARTING_SECONDS: Final = 5.0
 _NICENESS: Final = 5  # the lanes go first
 
@@ -78,18 +79,19 @@ class BackgroundWriter:
             if self._error is not None:
                 raise self._error
 
-    def settle(self) -> None:
-        """Wait for all that has been handed over.
+    def settle(self, seconds: float | None = None) -> None:
+        """Wait for all that has been handed over, `seconds` at most.
 
         Raises:
             TrainingError: the newest could not be saved.
         """
+        seconds = _LONGEST_SECONDS if seconds is None else seconds
         with self._changed:
             is_settled = self._changed.wait_for(
-                lambda: self._error is not None or not (self._waiting or self._writing), timeout=_SETTLE_SECONDS
+                lambda: self._error is not None or not (self._waiting or self._writing), timeout=seconds
             )
             if not is_settled:
-                raise TrainingError(f"the last snapshot could not be saved within {_SETTLE_SECONDS:.0f} s")
+                raise TrainingError(f"the last snapshot could not be saved within {seconds:.0f} s")
             if self._error is not None:
                 raise self._error
             if self._last_failure is not None:
@@ -101,8 +103,9 @@ class BackgroundWriter:
             self._changed.wait_for(lambda: not (self._waiting or self._writing), timeout=_PARTING_SECONDS)
 
     def _work(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        if sys.platform == "linux":  # elsewhere a priority is a process's
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None)
@@ -112,7 +115,7 @@ class BackgroundWriter:
             failure: StoreError | None = None
             error: BaseException | None = None
             try:
-                _run_with_retries(write)
+                with_retries(write)
             except StoreError as raised:
                 failure = raised
                 log.error("snapshot.failed", step=write.step, path=write.path, reason=str(raised))
@@ -123,7 +126,8 @@ class BackgroundWriter:
                 self._last_failure = failure
                 self._num_failures = 0 if failure is None else self._num_failures + 1
                 if failure is not None and self._num_failures > self._max_failures:
-                    error = TrainingError(
+                    # Not one that a restart could mend.
+                    error = UsageError(
                         f"{self._num_failures} snapshots in a row could not be saved, --max_snapshot_failures allows "
                         f"{self._max_failures}: {failure}"
                     )
@@ -131,7 +135,7 @@ class BackgroundWriter:
                 self._changed.notify_all()
 
 
-def _run_with_retries(write: Write) -> None:
+def with_retries(write: Write) -> None:
     """Write; raises the last `StoreError` once the tries are used up."""
     import tenacity  # noqa: PLC0415 - here it is imported beside the training; at the top, a restart would wait for it
 

@@ -247,7 +247,7 @@ def _read_ledgers(directory: Path) -> tuple[list[Entry], list[str]]:
     for path in paths:
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
             entry = _parse(line)
-            if entry is None or not {"generation", "epoch", "step", "micro_batch", "indices"} <= set(entry):
+            if entry is None or not {"generation", "rank", "epoch", "step", "micro_batch", "indices"} <= set(entry):
                 unreadable.append(f"{path.name} line {number} is not readable")
             else:
                 entries.append(entry)
