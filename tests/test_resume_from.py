@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from harness import SMALL, Job, plain
 from places import Place
-from states import commit, small_state
+from states import STEPS_PER_EPOCH, commit, small_state
+from structlog.testing import capture_logs
 
 from elastic_mnist.errors import UsageError
+from elastic_mnist.model import build
 from elastic_mnist.snapshots.state import pack
 from elastic_mnist.snapshots.storage import LocalStorage, open_storage
 
@@ -192,3 +196,40 @@ def test_a_directory_of_damaged_snapshots_is_refused(place: Place, source: Path)
 def test_an_unknown_kind_of_url_is_refused(place: Place) -> None:
     """The error is about --resume_from, not about --snapshot_path."""
     refused(place, "nowhere://bucket/run")
+
+
+@pytest.mark.parametrize(("kind", "num_epochs"), [("tutorial", 3), ("plain", 0)])
+def test_another_programs_file_begins_a_run(kind: str, num_epochs: int, tmp_path: Path) -> None:
+    """Its weights, and what it says is finished, are the run's beginning; what it lacks is told."""
+    weights = {key: value.clone() for key, value in build(3).state_dict().items()}
+    content = {"MODEL_STATE": weights, "EPOCHS_RUN": num_epochs - 1} if kind == "tutorial" else weights
+    torch.save(content, tmp_path / "foreign.pt")
+    place = Place(tmp_path)
+    with capture_logs() as events:
+        start = place.decide(resume_from=str(tmp_path / "foreign.pt"))
+    assert start.source == "file"
+    (told,) = [event for event in events if event["event"] == "snapshot.incomplete"]
+    assert any("moments" in text for text in told["lacking"])
+    state = start.state()
+    assert state is not None
+    assert (state["epoch"], state["step"], state["samples_in_epoch"]) == (num_epochs, num_epochs * STEPS_PER_EPOCH, 0)
+    assert all(state["model"][key].equal(weights[key]) for key in weights)
+    place.mark(start, num_epochs * STEPS_PER_EPOCH + 4)
+    again = place.decide(resume_from=str(tmp_path / "foreign.pt"))
+    assert (again.record.generation, again.num_lost_steps) == (1, 4)
+
+
+def test_a_job_goes_on_from_a_bare_state_dict(tmp_path: Path) -> None:
+    """A real job takes another script's weights as they are: its first epoch is better than any before."""
+    options = (*SMALL, "--dataset=synthetic", "--train_samples=600", "--test_samples=60")
+    with Job(tmp_path / "first", tmp_path, plain(), options) as job:
+        trained = job.finish()
+        losses = [event["train_loss"] for event in job.events("epoch.finished")]
+    state = torch.load(tmp_path / "first" / "snapshots" / f"step-{trained['step']:08d}.pt", weights_only=True)
+    torch.save({f"module.{key}": value for key, value in state["model"].items()}, tmp_path / "bare.pth")
+    resumed = (*options, "--epochs=1", f"--resume_from={tmp_path}/bare.pth")
+    with Job(tmp_path / "second", tmp_path, plain(), resumed) as job:
+        job.finish()
+        (epoch,) = job.events("epoch.finished")
+        assert epoch["train_loss"] < losses[-1] < losses[0]
+        assert [event["source"] for event in job.events("run.resumed")] == ["file"]
