@@ -318,21 +318,20 @@ ON_DISK = (*SMALL, "--save_every_steps=5", "--snapshot_path=disk", "--event_log=
 
 
 def test_a_disk_that_stays_full_stops_the_job(mnist_dir: Path, small_disk: Path, tmp_path: Path) -> None:
-    """With one more failed snapshot in a row than allowed, all ranks end; the option and the cause are named."""
-    plan = Plan(
-        tmp_path / "faults", Fault(kind="hold", place="step", ranks=(1,), step=12), has_pauses=False
-    )  # both snapshots have failed by then
-    launcher = standalone(2, max_restarts=0)
+    """With one more failed snapshot in a row than allowed the job ends, without a restart, and names option and cause."""
+    hold = Fault(kind="hold", place="step", ranks=(1,), step=12)  # both snapshots have failed by then
+    plan = Plan(tmp_path / "faults", hold, has_pauses=False)
     options = (*ON_DISK, "--max_snapshot_failures=1")
-    with Job(small_disk.parent, mnist_dir, launcher, options, plan.environment) as job:
+    with Job(small_disk.parent, mnist_dir, standalone(2), options, plan.environment) as job:
         job.wait_for_event("snapshot.failed", count=2)
         plan.wait()
         plan.let_go()
-        assert job.wait() == 1
-        (failed,) = job.events("run.failed")
-        assert "--max_snapshot_failures allows 1" in failed["reason"]
-        assert "No space left on device" in failed["reason"]
+        assert job.wait() == 2
+        (line,) = [text for text in job.output.splitlines() if text.startswith("elastic_mnist: error: ")]
+        assert "--max_snapshot_failures allows 1" in line
+        assert "No space left on device" in line
         assert [event["step"] for event in job.events("snapshot.failed")] == [5, 10]
+        assert len(job.events("run.started")) == 1
 
 
 def test_a_disk_that_has_room_again_is_used(
