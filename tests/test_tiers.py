@@ -318,7 +318,7 @@ ON_DISK = (*SMALL, "--save_every_steps=5", "--snapshot_path=disk", "--event_log=
 
 
 def test_a_disk_that_stays_full_stops_the_job(mnist_dir: Path, small_disk: Path, tmp_path: Path) -> None:
-    """With one more failed snapshot in a row than allowed the job ends, without a restart, and names option and cause."""
+    """With one more failed snapshot in a row than allowed the job ends, not restarted, and names option and cause."""
     hold = Fault(kind="hold", place="step", ranks=(1,), step=12)  # both snapshots have failed by then
     plan = Plan(tmp_path / "faults", hold, has_pauses=False)
     options = (*ON_DISK, "--max_snapshot_failures=1")
