@@ -44,6 +44,8 @@ SAVING: Final = "saving"
 PARTING: Final = "waiting for rank 0 to save"
 FINISHING: Final = "finishing"
 
+SETTING_UP_SECONDS: Final = 60.0
+
 _WHILE_STORES_MAY_BE_SLOW: Final = 1800.0
 """Seconds that whatever is no computing may take: a data set to fetch, a network's file system that comes back."""
 
@@ -179,6 +181,13 @@ class Heart:
         finally:
             self._num_done += 1
             self._phase = before
+
+    def patience(self, seconds: float) -> float:
+        """Return how long to wait for a sign of life: `seconds`, and longer while this process is being set up.
+
+        On a busy machine the imports alone, some of which hold the interpreter's lock, take many seconds.
+        """
+        return seconds if self.step >= 0 else max(seconds, SETTING_UP_SECONDS)
 
     def waiting_seconds(self) -> float:
         """Return for how long this process has waited for its peers; 0 where it does not."""

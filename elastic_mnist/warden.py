@@ -18,8 +18,6 @@ from elastic_mnist import processes, pulse
 from elastic_mnist.pulse import Sign, Stillness
 
 _POLL_SECONDS: Final = 0.25
-_SETTING_UP_SECONDS: Final = 30.0
-"""Imports may hold the interpreter's lock for a while."""
 _OWN_SECONDS: Final = 2.0
 """A process that spins ends itself, and knows better where it stood; so much longer it has."""
 _STACK_SECONDS: Final = 1.0
@@ -58,8 +56,7 @@ class Warden:
     def _look(self, sign: Sign) -> None:
         beats = self._beats.setdefault(sign.pid, Stillness()).seconds((sign.pid_started, sign.num_beats))
         done = self._done.setdefault(sign.pid, Stillness()).seconds((sign.pid_started, sign.num_done, sign.phase))
-        is_setting_up = sign.phase == pulse.SETTING_UP
-        limit = max(self._hang_timeout, _SETTING_UP_SECONDS) if is_setting_up else self._hang_timeout
+        limit = self._hang_timeout if sign.step >= 0 else max(self._hang_timeout, pulse.SETTING_UP_SECONDS)
         if beats > limit:
             self._end(sign, f"no sign of life for {beats:.0f} s")
         elif sign.phase == pulse.COMPUTING and done > limit + _OWN_SECONDS:

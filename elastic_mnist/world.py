@@ -198,12 +198,13 @@ class PeerWatch:
     def _check_silence(self) -> None:
         """End where the store itself has gone silent. Asking it may take for ever, so another thread looks at that."""
         silence = time.monotonic() - self._answered_at
-        if min(silence, heart.waiting_seconds()) > self._timeout + _OTHERS_SECONDS:
+        if min(silence, heart.waiting_seconds()) > heart.patience(self._timeout) + _OTHERS_SECONDS:
             self._end(f"the store has not answered for {silence:.0f} s")
 
     def _look(self, waiting_seconds: float) -> None:
         """Leave a sign; where this process has been waiting, look at its peers'."""
-        is_stuck = waiting_seconds > self._timeout
+        patience = heart.patience(self._timeout)
+        is_stuck = waiting_seconds > patience
         self._num_beats += 1
         if self._store is None:
             store = _connect(self._place, timedelta(seconds=_ANSWER_SECONDS), may_serve=False)
@@ -219,7 +220,7 @@ class PeerWatch:
             are_stuck.append(is_peer_stuck == b"1")
             seconds = stillness.seconds(beats)
             # A second more than the peer's own agent, which can tell more of it.
-            if seconds > self._timeout + _OTHERS_SECONDS:
+            if seconds > patience + _OTHERS_SECONDS:
                 self._end(f"rank {peer} has given no sign of life for {seconds:.0f} s")
         if all(are_stuck):
             self._end(f"all ranks are alive and have waited for each other for {waiting_seconds:.0f} s")

@@ -279,6 +279,7 @@ def beat_and_add_up(place: Place, say: Say, timeout: float, doing: str, log: Pat
     heart.start(None, local_rank=0, hang_timeout=TIMEOUT)
     here = World(place, CPU, timeout=timeout)
     events.configure(log, rank=place.rank, world_size=2, log_format="json")
+    heart.step = 0  # set up
     numbers = torch.ones(10, dtype=torch.int64)
     for _ in range(3):
         here.all_reduce(numbers)
