@@ -7,6 +7,7 @@ failure.
 """
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -70,6 +71,8 @@ def _train(settings: Settings, place: Place, requests: StopRequests, at_end: con
     except AlreadyTold:
         return EXIT_USAGE
     except UsageError as error:
+        # Before the first step, the one line is enough.
+        events.log.log(logging.ERROR if heart.step >= 0 else logging.DEBUG, "run.failed", reason=str(error))
         world.refuse(place, str(error))
         return EXIT_USAGE
     except Stopped:

@@ -55,6 +55,10 @@ class StoreConflict(StoreError):  # noqa: N818 - another writer is no fault of t
     """An object is no longer at the version that this process last saw: another one writes there too."""
 
 
+class RecordError(StoreError):
+    """The run's record can be read, and makes no sense."""
+
+
 class AlreadyTold(UsageError):  # noqa: N818 - what is left of an error
     """A usage error that people have been told of; what is left is to end with its status."""
 

@@ -83,6 +83,8 @@ class _JsonLines:
                 os.close(descriptor)
 
     def _append(self, path: Path, line: bytes) -> None:
+        if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
+            self.close()  # somebody has removed or replaced the file
         if self._descriptor is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)

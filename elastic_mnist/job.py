@@ -146,6 +146,9 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
             training.progress.productive_seconds = 0.0  # another run's
         else:
             training.saved = start.saved
+    if state is not None and job.memory is not None:
+        # From here on the memory is of this generation, also on a node that has just come.
+        job.memory.put(state_of(job, start, training, network))
     training.finished_step(training.position.step)
     return training, network
 

@@ -108,16 +108,11 @@ class World:
         """Wait for rank 0, which may still be writing, however long that takes; and rank 0 for all others to know."""
         if self.size == 1:
             return
-        with guard("parting"):
-            if self.rank == 0:
-                self._store.set("parting", "")
-                for rank in range(1, self.size):
-                    self._store.get(f"parted/{rank}")
-                return
-            with heart.phase(PARTING):
-                while not self._store.check(["parting"]):
-                    time.sleep(_POLL_SECONDS)
+        with guard("parting"), heart.phase(PARTING):
+            dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0)  # a rank 0 that is gone is noticed at once
             self._store.set(f"parted/{self.rank}", "")
+            for rank in range(1, self.size) if self.rank == 0 else ():  # it may be the one that serves the store
+                self._store.get(f"parted/{rank}")
 
     def wrap(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
         """Wrap `model` in DDP, which gives all ranks rank 0's parameters."""

@@ -122,6 +122,19 @@ def test_a_claim_that_failed_after_its_look_is_made_by_the_next_snapshot(storage
         save(storage, old, 9)
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b'{"generation": 5'])
+def test_a_record_that_was_damaged_is_written_again(content: bytes, storage: Storage) -> None:
+    """Whoever has the claim makes it whole with its next snapshot, and tells; one that has none yet does not."""
+    claim = claimed(storage, 0)
+    storage.put(run_record.NAME, content)
+    with pytest.raises(StoreError, match="damaged"):
+        Claim(storage, replace(claim.record, generation=1), None).check()
+    with capture_logs() as events:
+        save(storage, claim, 5)
+    assert events[0]["event"] == "run.record_damaged"
+    assert run_record.read(storage) == claim.record
+
+
 def test_the_end_is_noted_in_the_record(storage: Storage) -> None:
     """The record says that the run is finished, and nothing else of it changes."""
     claim = claimed(storage, 3)

@@ -243,6 +243,15 @@ for number in range(10):
     assert json.loads(path.read_bytes().splitlines()[-1])["event"] == "run.started"
 
 
+def test_a_log_that_is_removed_is_begun_anew(path: Path) -> None:
+    """What is told after somebody has removed the file, or moved it away, is in a new one."""
+    rank(0, path)
+    log.info("test.before")
+    path.unlink()
+    log.info("test.after")
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["test.after"]
+
+
 def test_a_disk_that_is_full_for_a_moment_costs_that_moments_events_only(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

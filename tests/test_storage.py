@@ -350,3 +350,10 @@ def locked(directory: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def test_what_is_no_file_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    """A pipe under an object's name is an error that names it, at once."""
+    os.mkfifo(tmp_path / "a.pt")
+    with pytest.raises(StoreError, match=r"cannot read a\.pt: not a regular file"):
+        LocalStorage(tmp_path).get("a.pt")

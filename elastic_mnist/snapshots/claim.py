@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from elastic_mnist import processes
-from elastic_mnist.errors import Fenced, StoreConflict, UsageError
+from elastic_mnist.errors import Fenced, RecordError, StoreConflict, UsageError
 from elastic_mnist.events import log
 from elastic_mnist.launch import Place
 from elastic_mnist.snapshots import record as run_record
@@ -116,7 +116,13 @@ class Claim:
         version = self._storage.version(run_record.NAME)
         if self._is_taken and version is not None and version == self._seen:
             return
-        other = run_record.read(self._storage)
+        try:
+            other = run_record.read(self._storage)
+        except RecordError as error:
+            if not self._is_taken:
+                raise
+            log.warning("run.record_damaged", reason=f"{error}; written anew by the generation that has the claim")
+            other = None
         if other is not None and other != self.record:
             self._make_way(other)
         # It is gone, or of a generation before this one: a claim that could not be made while the store was away.

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_mnist.errors import StoreError
+from elastic_mnist.errors import RecordError
 from elastic_mnist.snapshots.contract import Contract
 from elastic_mnist.snapshots.storage import Storage
 
@@ -110,7 +110,7 @@ def read(storage: Storage) -> RunRecord | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StoreError(
+        raise RecordError(
             f"{storage.path(NAME)}: damaged ({type(error).__name__}); move it away: it is made anew from the snapshots"
         ) from None
 
@@ -134,6 +134,9 @@ class ProgressMark:
         if self._path is None:
             return
         with contextlib.suppress(OSError):
+            if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:  # somebody has removed it
+                os.close(self._descriptor)
+                self._descriptor = None
             if self._descriptor is None:
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             os.pwrite(self._descriptor, f"{self._who} {step:012d}\n".encode(), 0)

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +64,11 @@ class LocalStorage(Storage):
     def get(self, name: str) -> bytes:
         """Read a file."""
         with self._access(f"read {name}", may_be_missing=True):
-            return (self._directory / name).read_bytes()
+            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe would keep its reader waiting for ever
+                    raise OSError(errno.EINVAL, "not a regular file")
+                return file.read()
 
     def put(self, name: str, data: bytes) -> None:
         """Write, sync, rename, sync."""
