@@ -32,7 +32,8 @@ def _fire(kind: str) -> None:
         while True:
             pass
     elif kind == "wedge":
-        ctypes.PyDLL(None).sleep(10**6)  # with the interpreter's lock held
+        while True:  # the question for its stack is a signal, which ends a sleep
+            ctypes.PyDLL(None).sleep(10**6)  # with the interpreter's lock held
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
 
