@@ -9,8 +9,8 @@ job of the environment. It acts only where the launched module is `elastic_mnist
 - gives each generation of workers a name of its own in the rendezvous' store. Stock workers share one
   namespace over restarts and may read the addresses of the dead;
 - ends the agent, instead of restarting its workers, where a worker has said that this is of no use;
-- holds the node's memory tier, and watches over its workers (`warden`);
-- ends an agent that was asked to stop with status 143 and one line.
+- holds the node's memory tier, and watches over its workers (`warden`) and over the rendezvous (`store_watch`);
+- ends an agent that was asked to stop with status 143, and one whose rendezvous is over with 1; with one line.
 
 Invariant: torchrun's public interfaces (`RendezvousHandler`, `create_backend`, `create_handler`) are all it
 builds on; the one private thing it touches is the table of registered backends. Where that has moved, it
@@ -29,24 +29,32 @@ import threading
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistNetworkError, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
 
 from elastic_mnist import launch
-from elastic_mnist.errors import EXIT_STOPPED, EXIT_USAGE, UsageError
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, UsageError
+from elastic_mnist.store_watch import StoreWatch
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousBackend
+
     from elastic_mnist.settings import Settings
 
 MODULE: Final = "elastic_mnist"
@@ -61,8 +69,25 @@ _ANSWER_SECONDS: Final = 4.0
 _FIRST_NODE_SECONDS: Final = 60.0
 """A second node may be started this long before the first one listens."""
 
+_GONE: Final = (
+    "is gone: the node that hosts it has ended or cannot be reached; start the job again, it goes on from its newest "
+    "snapshot"
+)
+_ENDS: Final[dict[type[Exception], str]] = {
+    RendezvousConnectionError: _GONE,
+    DistNetworkError: _GONE,
+    RendezvousClosedError: "is closed: its job has ended; start another one with an --rdzv_id of its own",
+    RendezvousTimeoutError: "has too few nodes, and no more came in time; start them together",
+}
+"""Ways in which a rendezvous ends for a node, and what can be done about it."""
+
 Value = TypeVar("Value")
 Creator = Callable[[RendezvousParameters], RendezvousHandler]
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class RendezvousOverError(RendezvousError):
+    """The rendezvous is over for this node; one line for people."""
 
 
 def install() -> Creator:
@@ -73,7 +98,7 @@ def install() -> Creator:
         `--rdzv_backend=elastic_mnist` asks for it openly.
     """
     if MODULE in sys.argv:
-        sys.excepthook = _end_as_stopped(sys.excepthook)
+        sys.excepthook = _end_in_one_line(sys.excepthook)
     try:
         creators = rendezvous_handler_registry._registry  # noqa: SLF001 - `register` refuses a second creator
         for backend in ("static", "c10d"):
@@ -84,18 +109,21 @@ def install() -> Creator:
     return _create
 
 
-def _end_as_stopped(
-    otherwise: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
-    """Return a hook that ends an agent whose workers were asked to stop with their status, and without a traceback."""
+def _end_in_one_line(otherwise: Hook) -> Hook:
+    """Return a hook that tells the ends of an agent that are nobody's bug in one line, without a traceback."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if _launch() is None or not _is_stop(error):
+        if _launch() is not None and _is_stop(error):
+            _say("stopped; the same command goes on from here")
+            status = EXIT_STOPPED
+        elif isinstance(error, RendezvousOverError):
+            _say(f"error: {error}")
+            status = EXIT_FAILURE
+        else:
             otherwise(kind, error, traceback)
             return
-        _say("stopped; the same command goes on from here")
         sys.stderr.flush()
-        os._exit(EXIT_STOPPED)
+        os._exit(status)
 
     return hook
 
@@ -156,7 +184,6 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     """Build the elastic rendezvous that `parameters` describe, for this package's module or for another's."""
     arguments = _launch()
     options = None if arguments is None else _check_before_start(arguments)
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler  # noqa: PLC0415
 
     # Each generation gets a bootstrap address of its own, published anew. With the shared one, torchrun's
@@ -164,17 +191,40 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for key, value in _DEFAULTS.items():
         parameters.config.setdefault(key, value)
-    backend, store = _meet(parameters.endpoint, lambda: create_backend(parameters))
+    directory = Path(parameters.endpoint).absolute().parent
+    if parameters.get("store_type") == "file" and not os.access(directory, os.W_OK):  # torch would wait for it
+        _end(f"--rdzv_endpoint {parameters.endpoint}: {directory} is no directory that can be written to")
+    backend, store = _meet(parameters.endpoint, lambda: _host_or_join(parameters))
     if options is not None:
         _check_same_job(store, parameters, options)
-    endpoint = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else None
+    location = parameters.endpoint
+    if isinstance(store, TCPStore):
+        location = f"{store.host}:{store.port}"
+        StoreWatch(store, patience_seconds=float(parameters.get_as_int("read_timeout", 60) or 60))
     _say(
-        f"elastic rendezvous at {endpoint or parameters.endpoint} for {parameters.min_nodes} to "
+        f"elastic rendezvous at {location} for {parameters.min_nodes} to "
         f"{parameters.max_nodes} nodes"
         + (", in place of the static one, which waits for all" if parameters.backend == "static" else "")
     )
     handler = create_handler(store, backend, parameters)
-    return ElasticRendezvous(handler, parameters.backend, options, store, endpoint)
+    return ElasticRendezvous(handler, parameters.backend, options, store, location)
+
+
+def _host_or_join(parameters: RendezvousParameters) -> "tuple[RendezvousBackend, Store]":
+    """Return the rendezvous' backend and store; host the store where the endpoint is an address of this machine.
+
+    torch looks only at the addresses that the machine's name leads to: no node would host another one, and a name that
+    leads nowhere would be the end.
+    """
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend  # noqa: PLC0415
+
+    if parameters.get("store_type") != "file" and parameters.get("is_host") is None:
+        if _is_own(parameters.endpoint):
+            parameters.config["is_host"] = True
+            with contextlib.suppress(RendezvousConnectionError):  # another node of this machine listens there, perhaps
+                return create_backend(parameters)
+        parameters.config["is_host"] = False
+    return create_backend(parameters)
 
 
 def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Settings") -> None:
@@ -210,8 +260,8 @@ class StaticRendezvous(RendezvousHandler):
         self._agent_id = uuid.uuid4().hex
         os.environ[launch.AGENT_ID] = self._agent_id
         os.environ[launch.AGENT_PID] = str(os.getpid())
-        for name in (launch.JOB_ID, launch.MEMORY, launch.PULSE):  # an agent may itself be some worker's child
-            os.environ.pop(name, None)
+        for name in (launch.JOB_ID, launch.MEMORY, launch.PULSE, launch.STORE_ENDPOINT):
+            os.environ.pop(name, None)  # an agent may itself be some worker's child
         if options is not None:
             _pass_signals_on()
             _serve_workers(options)
@@ -275,40 +325,68 @@ class ElasticRendezvous(StaticRendezvous):
         backend: the name torchrun knows this by.
         options: the workers' settings; None where they are another module's.
         store: the rendezvous' store.
-        endpoint: HOST:PORT of the store, None where it is a file.
+        location: of the store, for people: HOST:PORT, or a file.
     """
 
     def __init__(
         self,
-        inner: RendezvousHandler,
+        inner: "DynamicRendezvousHandler",
         backend: str,
         options: "Settings | None",
         store: Store,
-        endpoint: str | None,
+        location: str,
     ) -> None:
         super().__init__(inner, backend, options)
         self._store = store
-        self._endpoint = endpoint
+        self._location = location
+        self._min_nodes = inner.settings.min_nodes
+        self._num_others = 0
         self._num_rounds = 0
-        if endpoint is not None:
-            os.environ[launch.STORE_ENDPOINT] = endpoint
+        if isinstance(store, TCPStore):
+            os.environ[launch.STORE_ENDPOINT] = location
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, and name it for the workers that the agent starts then."""
-        info = super().next_rendezvous()
+        with self._told():
+            info = super().next_rendezvous()
+            # The round's store is a namespace of the agents alone; its first member names the workers'.
+            key = "elastic_mnist/generation_key"
+            if info.rank == 0:
+                info.store.set(key, uuid.uuid4().hex)
+            os.environ[launch.GENERATION_KEY] = info.store.get(key).decode()
         os.environ[launch.SENIORITY] = str(self._num_rounds)
-        self._num_rounds += 1
-        # The round's store is a namespace of the agents alone; its first member names the workers'.
-        key = "elastic_mnist/generation_key"
-        if info.rank == 0:
-            info.store.set(key, uuid.uuid4().hex)
-        os.environ[launch.GENERATION_KEY] = info.store.get(key).decode()
-        if info.rank > 0:  # or this terminal would stay silent, and look like a job of its own
+        # Once, or its terminal would stay silent, and look like a job of its own.
+        if info.rank > 0 and self._num_rounds == 0:
             _say(
-                f"joined the job at {self._endpoint} as node {info.rank + 1} of {info.world_size}; its first node "
+                f"joined the job at {self._location} as node {info.rank + 1} of {info.world_size}; its first node "
                 f"tells of the training. For a job of its own, choose another --master_port"
             )
+        self._num_rounds += 1
+        self._num_others = info.world_size - 1
         return info
+
+    def num_nodes_waiting(self) -> int:
+        """Return the number of nodes that would join."""
+        with self._told():
+            return super().num_nodes_waiting()
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous; the agent calls this last.
+
+        Not where this node alone has failed for good, and the others are enough: their job is not over for that.
+        """
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - only at the end
+
+        is_failure = isinstance(sys.exc_info()[1], ChildFailedError)
+        return (is_failure and self._num_others >= self._min_nodes) or super().shutdown()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say in one line how the rendezvous ended."""
+        try:
+            yield
+        except tuple(_ENDS) as error:
+            raise RendezvousOverError(f"the rendezvous at {self._location} {_ENDS[type(error)]}") from error
 
 
 def _pass_signals_on() -> None:
@@ -372,6 +450,20 @@ def _is_listening(endpoint: str) -> bool:
             return True
     except (OSError, ValueError):
         return False
+
+
+def _is_own(endpoint: str) -> bool:
+    """Whether an endpoint is this machine: by its name, or an address that it reaches from that same address."""
+    host = (endpoint.rpartition(":")[0] or endpoint).strip("[]")
+    if host == socket.gethostname():
+        return True
+    with contextlib.suppress(OSError):  # an unknown host
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                if ip_address(address[0]).is_loopback or probe.getsockname()[0] == address[0]:
+                    return True
+    return False
 
 
 def _say(message: str) -> None:
