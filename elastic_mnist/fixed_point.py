@@ -25,12 +25,12 @@ The error
 
     from the exact sum of the micro-batches' fp32 gradients; at the defaults (b = 64, M = 8, n = 512) the exponent is
     43, the bound 1.8e-15. A fp32 sum rounds by 2^-24 of its value: fixed point is finer for every element above
-    3e-8. The conversion back to fp32 rounds once.
+    3e-8. The way back to fp32 rounds by that much once, or three times where n is no power of two.
 """
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -41,7 +41,7 @@ from torch import Tensor
 MEAN_LIMIT_BITS: Final = 10
 LOSS_EXPONENT: Final = 24  # of the losses' own fixed point: 6e-8 of a nat for each micro-batch
 
-_BLOCK: Final = 2**16  # values: with their integers and their sums 1.3 MB, less than a core's second cache
+_BLOCK: Final = 2**15  # values: with their integers and their sums 0.7 MB, a third of a core's second cache
 _ROOM_BITS: Final = 62
 _LOSS_LIMIT: Final = 2.0**22  # 2^16 micro-batches at this limit still fit, one for each sample of MNIST
 
@@ -81,95 +81,132 @@ class FixedPointSum:
 
     Args:
         total: (num_values,) int64, where the sum is kept.
+        sizes: of the pieces that a vector comes in; they add up to num_values.
         limit: vectors with a value whose magnitude is not below this are not added.
     """
 
-    def __init__(self, total: Tensor, *, limit: float) -> None:
+    def __init__(self, total: Tensor, sizes: Sequence[int], *, limit: float) -> None:
         self._total = total
         self._limit = limit
         self._lock = threading.Lock()
-        self._integers = np.empty(_BLOCK, dtype=np.int64)
-        self.clear()
+        self._is_on_cpu = total.device.type == "cpu"
+        longest = _BLOCK if self._is_on_cpu else max(sizes)
+        self._blocks = [
+            _Block(index, slice(start, start + longest), piece[start : start + longest])
+            for index, piece in enumerate(total.split(list(sizes)))
+            for start in range(0, len(piece), longest)
+        ]
 
     def clear(self) -> None:
         """Begin a new sum."""
-        self._is_empty = True  # the first vector is written, not added: no need for zeros
+        for block in self._blocks:
+            block.is_empty = True
 
     @property
     def total(self) -> Tensor:
         """The sum. Read it when nobody is adding."""
-        if self._is_empty:
-            self._total.zero_()
-            self._is_empty = False
+        for block in self._blocks:
+            if block.is_empty:
+                block.total.zero_()
+                block.is_empty = False
         return self._total
 
-    def add(self, pieces: Sequence[Tensor]) -> bool:
-        """Add the vector that the flattened `pieces` form, if all of it is within the limit; return whether it is.
+    def add_all(self, vectors: Sequence[Sequence[Tensor]]) -> list[bool]:
+        """Add those of the vectors that are within the limit in all their values; return which are.
 
-        A vector that is not leaves the sum as it was.
+        One that is not leaves the sum as it was. Several at once cost less than one after the other: the sum is far
+        larger than a core's cache, and reading and writing it is half of an addition's time.
         """
-        vectors = [piece.reshape(-1) for piece in pieces]
-        totals = self._total.split([len(vector) for vector in vectors])
-        with self._lock:
-            add = self._add_on_cpu if self._total.device.type == "cpu" else self._add_on_accelerator
-            is_fit = add(vectors, totals)
-            self._is_empty = self._is_empty and not is_fit
-        return is_fit
+        flat = [[piece.reshape(-1) for piece in vector] for vector in vectors]
+        return self._add_on_cpu(flat) if self._is_on_cpu else self._add_on_accelerator(flat)
 
-    def _add_on_cpu(self, vectors: Sequence[Tensor], totals: Sequence[Tensor]) -> bool:
+    def _add_on_cpu(self, vectors: Sequence[Sequence[Tensor]]) -> list[bool]:
         """Pass over the memory once, which is what bounds the work, in blocks that a cache holds.
 
         numpy, because torch takes twice as long to add integers.
         """
-        added: list[tuple[_Floats, _Integers]] = []
-        for block, total in _blocks(vectors, totals):
-            if not (-self._limit < np.minimum.reduce(block) and np.maximum.reduce(block) < self._limit):
-                for before, total_before in added:  # integers: what is taken away again leaves no trace
-                    np.subtract(total_before, self._to_integers(before), out=total_before)
-                return False
-            if self._is_empty:
-                np.copyto(total, block, casting="unsafe")
-            else:
-                np.add(total, self._to_integers(block), out=total)
-            added.append((block, total))
-        return True
+        floats: list[list[_Floats]] = [[piece.numpy() for piece in vector] for vector in vectors]
+        are_fit = [True] * len(floats)
+        integers = np.empty(_BLOCK, dtype=np.int64)
+        for number, block in enumerate(self._blocks):
+            for index, vector in enumerate(floats):
+                if are_fit[index] and not self._is_within(block.of(vector)):
+                    are_fit[index] = False
+                    for before in self._blocks[:number]:  # integers: what is taken away again leaves no trace
+                        before.subtract(before.of(vector), integers)
+            block.add([block.of(vector) for vector, is_fit in zip(floats, are_fit, strict=True) if is_fit], integers)
+        return are_fit
 
-    def _to_integers(self, block: _Floats) -> _Integers:
-        integers = self._integers[: len(block)]
-        np.copyto(integers, block, casting="unsafe")
-        return integers
+    def _is_within(self, values: _Floats) -> bool:
+        return bool(-self._limit < np.minimum.reduce(values) and np.maximum.reduce(values) < self._limit)
 
-    def _add_on_accelerator(self, vectors: Sequence[Tensor], totals: Sequence[Tensor]) -> bool:
-        greatest = torch.stack([vector.abs().amax() for vector in vectors]).amax()
-        if not greatest.item() < self._limit:
-            return False
-        for vector, total in zip(vectors, totals, strict=True):
-            if self._is_empty:
-                total.copy_(vector)
-            else:
-                total.add_(vector.to(torch.int64))
-        return True
+    def _add_on_accelerator(self, vectors: Sequence[Sequence[Tensor]]) -> list[bool]:
+        are_fit = []
+        with self._lock:
+            for vector in vectors:
+                greatest = torch.stack([piece.abs().amax() for piece in vector]).amax()
+                are_fit.append(greatest.item() < self._limit)
+                if are_fit[-1]:
+                    for block, piece in zip(self._blocks, vector, strict=True):
+                        if block.is_empty:
+                            block.total.copy_(piece)
+                        else:
+                            block.total.add_(piece.to(torch.int64))
+                        block.is_empty = False
+        return are_fit
 
 
-def _blocks(vectors: Sequence[Tensor], totals: Sequence[Tensor]) -> Iterator[tuple[_Floats, _Integers]]:
-    for vector, total in zip(vectors, totals, strict=True):
-        floats, integers = vector.numpy(), total.numpy()
-        for start in range(0, len(floats), _BLOCK):
-            yield floats[start : start + _BLOCK], integers[start : start + _BLOCK]
+class _Block:
+    """A part of the sum.
+
+    Attributes:
+        total: (at most _BLOCK values,) int64; on an accelerator, a whole piece.
+        is_empty: what stands in `total` is of no sum yet: the first vector is written, not added.
+    """
+
+    def __init__(self, piece: int, part: slice, total: Tensor) -> None:
+        self._piece, self._part = piece, part
+        self._lock = threading.Lock()  # one a block: who comes second follows the first through the sum
+        self.total = total
+        self.is_empty = True
+
+    def of(self, vector: Sequence[_Floats]) -> _Floats:
+        """Return the part of a vector that belongs here."""
+        return vector[self._piece][self._part]
+
+    def add(self, parts: Sequence[_Floats], integers: _Integers) -> None:
+        """Add the vectors' parts; `integers` is room for one."""
+        total = self.total.numpy()
+        with self._lock:
+            for part in parts:
+                if self.is_empty:
+                    np.copyto(total, part, casting="unsafe")
+                    self.is_empty = False
+                else:
+                    np.add(total, _to_integers(part, integers), out=total)
+
+    def subtract(self, part: _Floats, integers: _Integers) -> None:
+        """Take a part away that was added."""
+        total = self.total.numpy()
+        with self._lock:
+            np.subtract(total, _to_integers(part, integers), out=total)
+
+
+def _to_integers(values: _Floats, integers: _Integers) -> _Integers:
+    converted = integers[: len(values)]
+    np.copyto(converted, values, casting="unsafe")
+    return converted
 
 
 def to_float(total: Tensor, factor: float, out: Tensor) -> None:
     """Write `total * factor` to `out`.
 
-    int64 to fp64 rounds at 2^53, the product once more, fp32 last: three fixed functions of one integer, the same
-    bits on every rank.
+    int64 becomes the nearest fp32, and so do the factor and the product: fixed functions of one integer, the same bits
+    on every rank.
 
     Args:
         total: (num_values,) int64.
         factor: of the scale and of the mean.
         out: (num_values,) fp32.
     """
-    if total.device.type != "cpu":
-        out.copy_(total.double().mul_(factor))
-        return
-    np.multiply(total.numpy(), factor, out=out.numpy(), dtype=np.float64, casting="unsafe")  # no copy in between
+    out.copy_(total).mul_(factor)

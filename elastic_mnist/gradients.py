@@ -29,6 +29,9 @@ from elastic_mnist.sampler import MicroBatch, Step
 
 _NUM_EXTRAS: Final = 3  # integers that travel behind the gradient: loss, bad micro-batches, ranks that are to stop
 
+_ADDED_AT_ONCE: Final = 4
+"""Gradients that a lane keeps, 4.8 MB each, to add them in one pass."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -138,7 +141,7 @@ class ExactGradient:
         # What is sent: the sum of the gradients, and behind it the integers that travel along.
         self._message = torch.zeros(sum(sizes) + _NUM_EXTRAS, dtype=torch.int64, device=problem.device)
         self._values, self._extras = self._message[: sum(sizes)], self._message[sum(sizes) :]
-        self._sum = FixedPointSum(self._values, limit=value_limit(micro_batch_size, self._exponent))
+        self._sum = FixedPointSum(self._values, sizes, limit=value_limit(micro_batch_size, self._exponent))
         # The backward pass begins with the scale, and each of its products is scaled by a power of two: the
         # gradients come out in fixed-point units, with the bits that they would have had.
         self._scale = torch.tensor(2.0**self._exponent, device=problem.device)
@@ -150,19 +153,31 @@ class ExactGradient:
         """Compute, add up and agree; see `GradientSync`."""
         self._sum.clear()
         losses: list[int] = []  # of the micro-batches that are fit to be used
+        waiting: list[list[tuple[int, tuple[Tensor, ...]]]] = [[] for _ in range(self._lanes.num_lanes)]
 
-        def compute(_lane: int, micro_batch: MicroBatch) -> None:
+        def compute(lane: int, micro_batch: MicroBatch) -> None:
             loss = self._problem.loss(micro_batch, epoch=step.epoch, step_index=step_index)
             fixed = loss_to_fixed(loss.item())
-            if fixed is not None and self._sum.add(torch.autograd.grad(loss, self._parameters, self._scale)):
-                losses.append(fixed)
+            if fixed is not None:
+                waiting[lane].append((fixed, torch.autograd.grad(loss, self._parameters, self._scale)))
+            if len(waiting[lane]) == _ADDED_AT_ONCE:
+                add(lane)
 
-        self._lanes.run(compute, step.micro_batches)
+        def add(lane: int) -> None:
+            are_fit = self._sum.add_all([gradient for _, gradient in waiting[lane]])
+            losses.extend(fixed for (fixed, _), is_fit in zip(waiting[lane], are_fit, strict=True) if is_fit)
+            waiting[lane].clear()
+
+        self._lanes.run(compute, step.micro_batches, finish=add)
         values = self._sum.total  # zeros, where nothing was added
         assert values is self._values  # which is part of the message
         num_bad = len(step.micro_batches) - len(losses)
         self._extras.copy_(torch.tensor([sum(losses), num_bad, int(self._is_stopping())]))
         self._all_reduce(self._message)
-        to_float(values, 2.0**-self._exponent / step.num_samples, self._gradient)
+        factor, num_parts = 2.0**-self._exponent / step.num_samples, self._lanes.num_lanes
+        self._lanes.run(
+            lambda _lane, part: to_float(part[0], factor, part[1]),
+            zip(values.chunk(num_parts), self._gradient.chunk(num_parts), strict=True),
+        )
         loss_sum, num_bad, num_stopping = self._extras.tolist()
         return StepResult(loss_sum=loss_from_fixed(loss_sum), num_bad=num_bad, num_stopping=num_stopping)

@@ -10,7 +10,7 @@ Invariant: which lane computes an item changes no bit of the item's result.
 import contextlib
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final, TypeVar
 
@@ -18,7 +18,7 @@ import torch
 
 Item = TypeVar("Item")
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _LARGEST_BLOCK: Final = 32 * 2**20  # bytes; glibc keeps no larger one
 
 
@@ -39,8 +39,14 @@ class Lanes:
             else None
         )
 
-    def run(self, work: Callable[[int, Item], None], items: Iterable[Item]) -> None:
-        """Call `work(lane, item)` for each item and wait for all of them.
+    def run(
+        self,
+        work: Callable[[int, Item], None],
+        items: Iterable[Item],
+        *,
+        finish: Callable[[int], None] = lambda _lane: None,
+    ) -> None:
+        """Call `work(lane, item)` for each item, `finish(lane)` for each lane at its end, and wait for all of them.
 
         A lane takes the next item when it is free. Work of one lane never overlaps in time, so buffers
         belong to a lane. The first exception is raised here, once all lanes have ended.
@@ -48,21 +54,29 @@ class Lanes:
         if self._pool is None:
             for item in items:
                 work(0, item)
+            finish(0)
             return
         waiting = deque(items)
 
-        def drain(lane: int) -> None:
-            while waiting:
-                try:
-                    item = waiting.popleft()  # atomic; another lane may have taken the last one
-                except IndexError:
-                    return
+        def work_on(lane: int) -> None:
+            for item in _taken_from(waiting):
                 work(lane, item)
+            finish(lane)
 
-        futures = [self._pool.submit(drain, lane) for lane in range(self.num_lanes)]
+        futures = [self._pool.submit(work_on, lane) for lane in range(self.num_lanes)]
         wait(futures)
         for future in futures:
             future.result()
+
+
+def _taken_from(waiting: deque[Item]) -> Iterator[Item]:
+    """Take items until none is left; several threads may."""
+    while True:
+        try:
+            item = waiting.popleft()  # atomic
+        except IndexError:
+            return
+        yield item
 
 
 def _keep_freed_memory() -> None:
@@ -75,3 +89,4 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_ARENA_MAX, 1)  # a thread's own arena gives its memory back, whatever the threshold says

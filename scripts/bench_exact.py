@@ -1,21 +1,25 @@
 """What exactness costs: `exact` against a plain fp32 sum of the same micro-batches, in one interleaved run.
 
-    scripts/bench exact [--steps 30] [--world_sizes 1 2]
+    scripts/bench exact [--steps 20] [--world_sizes 1 2] [--starts 5]
 
 Both variants compute the same micro-batches on the same lanes and make the same optimizer step. `plain` adds the
 gradients up in fp32 and all-reduces that; `exact` checks, converts, adds and all-reduces int64. They alternate step
 by step, so that the machine's noise meets both. Printed are medians of a step's parts, and ratios as the median over
-neighbouring pairs: of the steps, and of their CPU time, which other processes disturb less.
+neighbouring pairs: of the steps, and of their CPU time, which other processes disturb less. Where a process's memory
+happens to lie is worth a percent, so each world size is measured in several processes, one after the other.
 """
 
 import argparse
+import json
 import math
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,8 +98,11 @@ class Variant:
         self._gradient = kind(
             problem, lanes, self._all_reduce, global_batch_size=step.num_samples, micro_batch_size=MICRO_BATCH
         )
-        for total in self._gradient.sums if isinstance(self._gradient, PlainGradient) else [self._gradient._sum]:
-            vars(total)["add"] = self._timed(total.add)
+        if isinstance(self._gradient, PlainGradient):
+            for total in self._gradient.sums:
+                vars(total)["add"] = self._timed(total.add, lambda _pieces: 1)
+        else:
+            vars(self._gradient._sum)["add_all"] = self._timed(self._gradient._sum.add_all, len)
         self._parameters = list(problem.model.parameters())
         self._grads = [parameter.grad for parameter in self._parameters]
         self.wall: list[float] = []
@@ -109,11 +116,12 @@ class Variant:
             dist.all_reduce(tensor)
         self.reducing.append((time.perf_counter() - began) * 1e3)
 
-    def _timed(self, add: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tensor]], Any]:
-        def timed_add(pieces: Sequence[Tensor]) -> object:
+    def _timed(self, add: Callable[[Any], Any], count: Callable[[Any], int]) -> Callable[[Any], Any]:
+        def timed_add(what: Any) -> object:  # noqa: ANN401 - a vector, or several
             began = time.thread_time()
-            result = add(pieces)
-            self.adding.append((time.thread_time() - began) * 1e3)
+            result = add(what)
+            if what:
+                self.adding.append((time.thread_time() - began) * 1e3 / count(what))
             return result
 
         return timed_add
@@ -134,8 +142,8 @@ class Variant:
             costs.clear()
 
 
-def measure(num_steps: int, world_size: int, rank: int) -> None:
-    """Run both variants in turn and print what rank 0 saw."""
+def measure(num_steps: int, world_size: int, rank: int, results: Path) -> None:
+    """Run both variants in turn; print what rank 0 saw, and add its ratios to the results."""
     lanes = Lanes(max(1, len(os.sched_getaffinity(0)) // world_size))
     num_samples = 512 * world_size
     problem = Problem(
@@ -169,8 +177,11 @@ def measure(num_steps: int, world_size: int, rank: int) -> None:
         print(f"world size {world_size}, {lanes.num_lanes} lanes, {num_steps} pairs of steps of {num_samples} samples")
         tell("exact", exact)
         tell("plain", plain)
-        tell_ratio("step", exact.wall, plain.wall)
-        tell_ratio("CPU time", exact.cpu, plain.cpu)
+        ratios = {"step": ratios_of(exact.wall, plain.wall), "CPU time": ratios_of(exact.cpu, plain.cpu)}
+        for what, values in ratios.items():
+            tell_ratio(what, values)
+        with results.open("a") as file:
+            file.write(json.dumps(ratios) + "\n")
 
 
 def tell(name: str, variant: Variant) -> None:
@@ -182,32 +193,52 @@ def tell(name: str, variant: Variant) -> None:
     )
 
 
-def tell_ratio(what: str, exact: list[float], plain: list[float]) -> None:
-    """Print the median of the ratios of neighbours, and how far it may be off."""
-    ratios = [one / other for one, other in zip(exact, plain, strict=True)]
+def ratios_of(exact: list[float], plain: list[float]) -> list[float]:
+    """Return the ratios of neighbours."""
+    return [one / other for one, other in zip(exact, plain, strict=True)]
+
+
+def tell_ratio(what: str, ratios: list[float]) -> None:
+    """Print the median of ratios, and how far it may be off."""
     low, median, high = statistics.quantiles(ratios, n=4)
     # The standard error of a median is 1.25 of the mean's; 1.35 standard deviations lie between the quartiles.
     error = 1.25 * (high - low) / 1.35 / math.sqrt(len(ratios))
     print(f"  exact / plain, {what}: median {median:.4f} +- {error:.4f}, quartiles {low:.4f} to {high:.4f}")
 
 
+def tell_all(world_size: int, results: Path) -> None:
+    """Print what all starts at a world size have found together."""
+    starts = [json.loads(line) for line in results.read_text().splitlines()]
+    print(f"world size {world_size}, all {len(starts)} starts")
+    for what in starts[0]:
+        medians = sorted(statistics.median(start[what]) for start in starts)
+        tell_ratio(what, [ratio for start in starts for ratio in start[what]])
+        print(f"    medians of the starts: {' '.join(f'{median:.4f}' for median in medians)}")
+
+
 def main() -> None:
     """Start the processes of each world size in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="pairs of steps")
+    parser.add_argument("--steps", type=int, default=20, help="pairs of steps")
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--starts", type=int, default=5, help="of each world size")
+    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if "RANK" in os.environ:
+    if options.results is not None:
         dist.init_process_group("gloo")
-        measure(options.steps, dist.get_world_size(), dist.get_rank())
+        measure(options.steps, dist.get_world_size(), dist.get_rank(), options.results)
         dist.destroy_process_group()
         return
     for world_size in options.world_sizes:
-        if world_size == 1:
-            measure(options.steps, 1, 0)
-            continue
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-        subprocess.run([*launcher, __file__, "--steps", str(options.steps)], check=True)
+        with tempfile.TemporaryDirectory() as directory:
+            results = Path(directory) / "results"
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+            # Of several processes torchrun gives each one thread, and says so at length; the lanes set that anyway.
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            for _ in range(options.starts):
+                command = [*launcher, __file__, "--steps", str(options.steps), "--results", str(results)]
+                subprocess.run(command, check=True, env=environment)
+            tell_all(world_size, results)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from elastic_mnist.fixed_point import (
     error_bound,
     loss_from_fixed,
     loss_to_fixed,
+    to_float,
 )
 
 BOUNDED = settings(max_examples=100, deadline=None)
@@ -53,18 +54,28 @@ def flat(pieces: list[Tensor]) -> Tensor:
 class Sum(FixedPointSum):
     """Takes vectors as they are, and scales them as the backward pass does."""
 
-    def __init__(self, num_values: int, *, exponent: int, limit: float) -> None:
-        super().__init__(torch.zeros(num_values, dtype=torch.int64), limit=limit * 2.0**exponent)
+    def __init__(self, *sizes: int, exponent: int, limit: float) -> None:
+        super().__init__(torch.zeros(sum(sizes), dtype=torch.int64), sizes, limit=limit * 2.0**exponent)
         self._factor = 2.0**exponent
+
+    def add_all(self, vectors: Sequence[Sequence[Tensor]]) -> list[bool]:
+        """Add vectors; return which were fit."""
+        return super().add_all([[piece * self._factor for piece in pieces] for pieces in vectors])
 
     def add(self, pieces: Sequence[Tensor]) -> bool:
         """Add the vector that the flattened pieces form; return whether it was fit."""
-        return super().add([piece * self._factor for piece in pieces])
+        (is_fit,) = self.add_all([pieces])
+        return is_fit
+
+
+def sizes_of(pieces: list[Tensor]) -> list[int]:
+    """Return the number of values of each piece."""
+    return [piece.numel() for piece in pieces]
 
 
 def sum_of(items: list[list[Tensor]], exponent: int) -> Sum:
     """Add up vectors in the order given."""
-    total = Sum(flat(items[0]).numel(), exponent=exponent, limit=LIMIT)
+    total = Sum(*sizes_of(items[0]), exponent=exponent, limit=LIMIT)
     assert all(total.add(pieces) for pieces in items)
     return total
 
@@ -106,7 +117,7 @@ def test_the_order_of_the_vectors_changes_no_bit(items: list[list[Tensor]], data
 def test_a_split_over_several_sums_changes_no_bit(items: list[list[Tensor]], data: st.DataObject) -> None:
     """Vectors dealt out to three sums in any way, and these added up, give the same integers."""
     exponent = choose_exponent(MICRO_BATCH, len(items))
-    parts = [Sum(flat(items[0]).numel(), exponent=exponent, limit=LIMIT) for _ in range(3)]
+    parts = [Sum(*sizes_of(items[0]), exponent=exponent, limit=LIMIT) for _ in range(3)]
     for pieces in items:
         parts[data.draw(st.integers(0, 2))].add(pieces)
     assert torch.equal(parts[2].total + parts[0].total + parts[1].total, sum_of(items, exponent).total)
@@ -144,6 +155,18 @@ def test_vectors_at_the_limit_do_not_overflow(micro_batch: int, num_micro_batche
     total = Sum(1, exponent=exponent, limit=limit)
     assert all(total.add([value]) for _ in range(num_micro_batches))
     assert total.total.item() == num_micro_batches * int(Fraction(value.item()) * 2**exponent)
+
+
+@given(values=st.lists(st.integers(-(2**62), 2**62), min_size=1), num_samples=st.integers(1, 10**5))
+@BOUNDED
+def test_the_way_back_rounds_by_three_units_at_most(values: list[int], num_samples: int) -> None:
+    """Each element is off from the exact mean by three roundings of fp32; by one, for a power of two of samples."""
+    out = torch.empty(len(values))
+    to_float(torch.tensor(values), 2.0**-43 / num_samples, out)
+    roundings = 1 if num_samples.bit_count() == 1 else 3
+    for value, found in zip(values, out.tolist(), strict=True):
+        exact = Fraction(value, 2**43 * num_samples)
+        assert abs(Fraction(found) - exact) <= abs(exact) * roundings * Fraction(1001, 1000 * 2**24)
 
 
 @pytest.mark.parametrize("place", [0, 1, NUM_VALUES - 1])
@@ -195,6 +218,36 @@ def test_a_sum_of_bad_vectors_alone_is_zero() -> None:
     assert not total.total.any()
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("place", [0, NUM_VALUES - 1])
+def test_bad_vectors_among_those_added_at_once_are_left_out(place: int, *, is_first: bool) -> None:
+    """Of four vectors given at once, those that are fit are added, and nothing of the others, in any block."""
+    together, alone = (Sum(NUM_VALUES, exponent=43, limit=LIMIT) for _ in range(2))
+    if not is_first:
+        assert together.add([torch.linspace(-3, 3, NUM_VALUES)])
+        assert alone.add([torch.linspace(-3, 3, NUM_VALUES)])
+    items = [[torch.full((NUM_VALUES,), value)] for value in (0.1, -0.7, 1e-9, 30.0)]
+    items[0][0][place] = math.nan
+    items[2][0][place] = -math.inf
+    assert together.add_all(items) == [False, True, False, True]
+    assert alone.add(items[1])
+    assert alone.add(items[3])
+    assert torch.equal(together.total, alone.total)
+
+
+@given(items=vectors(), data=st.data())
+@BOUNDED
+def test_how_many_are_added_at_once_changes_no_bit(items: list[list[Tensor]], data: st.DataObject) -> None:
+    """Vectors added in groups of any size give the integers of one after the other."""
+    exponent = choose_exponent(MICRO_BATCH, len(items))
+    total, rest = Sum(*sizes_of(items[0]), exponent=exponent, limit=LIMIT), items
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        assert total.add_all(rest[:size]) == [True] * size
+        rest = rest[size:]
+    assert torch.equal(total.total, sum_of(items, exponent).total)
+
+
 class AcceleratorSum(Sum):
     """Adds in the way of an accelerator, on a CPU."""
 
@@ -206,7 +259,7 @@ class AcceleratorSum(Sum):
 def test_an_accelerator_adds_the_same_integers(items: list[list[Tensor]]) -> None:
     """The way without blocks and without numpy gives the bits of the other, also around a bad vector."""
     exponent = choose_exponent(MICRO_BATCH, len(items))
-    total = AcceleratorSum(flat(items[0]).numel(), exponent=exponent, limit=LIMIT)
+    total = AcceleratorSum(*sizes_of(items[0]), exponent=exponent, limit=LIMIT)
     bad = [torch.full_like(piece, math.nan) for piece in items[0]]
     assert not total.add(bad)
     assert all(total.add(pieces) for pieces in items)
