@@ -24,7 +24,7 @@ from elastic_mnist.errors import (
     TrainingError,
     UsageError,
 )
-from elastic_mnist.launch import Place
+from elastic_mnist.launch import MEMORY, Place
 from elastic_mnist.lifeline import die_with_parent
 from elastic_mnist.pulse import heart
 from elastic_mnist.settings import Settings, parse
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 def main(arguments: "Sequence[str] | None" = None) -> None:
     """Run one worker; returns when the job is finished, else ends the process with its exit status."""
-    requests = StopRequests()
+    requests = StopRequests(_has_memory_that_is_filled)
     try:
         settings, place = parse(sys.argv[1:] if arguments is None else arguments), Place.from_environment()
     except UsageError as error:
@@ -48,7 +48,6 @@ def main(arguments: "Sequence[str] | None" = None) -> None:
         raise SystemExit(EXIT_USAGE) from None
     if place.endpoint is not None:
         die_with_parent(place.agent_pid)
-    requests.has_something_to_save = lambda: _is_filled(place.memory_path)
     heart.start(place.pulse_path, local_rank=place.local_rank, hang_timeout=settings.hang_timeout)
     with contextlib.ExitStack() as at_end:
         status = _train(settings, place, requests, at_end)
@@ -95,10 +94,11 @@ def _train(settings: Settings, place: Place, requests: StopRequests, at_end: con
     return status
 
 
-def _is_filled(memory_path: str | None) -> bool:
+def _has_memory_that_is_filled() -> bool:
     """Whether the node's memory tier holds a state, which may be ahead of the durable tier, and ends with the agent."""
+    path = os.environ.get(MEMORY)
     try:
-        return memory_path is not None and os.stat(memory_path).st_size > 0  # noqa: PTH116 - a Path would read the link
+        return path is not None and os.stat(path).st_size > 0  # noqa: PTH116 - a Path would read the link
     except OSError:
         return False
 

@@ -88,9 +88,12 @@ def give_up(reason: str) -> None:
 
 def tell_stop(job: Job, training: Training) -> None:
     """Tell on rank 0 that the job was stopped, and where it will go on."""
+    reason = job.requests.received or "a signal at another rank"
+    if heart.num_nodes_waiting and job.requests.received in (None, "SIGTERM"):  # it is torchrun that sends it
+        reason = "a node joins: the workers start anew"
     log.info(
         "run.stopped",
-        reason=job.requests.received or "a signal at another rank",
+        reason=reason,
         **vars(training.position),
         path=job.tier.path(training.position.step),
     )

@@ -33,7 +33,9 @@ NUM_SLOTS: Final = 1024  # local ranks
 _BEAT_SECONDS: Final = 0.2
 _SLOT: Final = struct.Struct("<QQQQqqqqq32s16s")
 _SLOT_SIZE: Final = 256
-TABLE_SIZE: Final = NUM_SLOTS * _SLOT_SIZE
+_NOTICE: Final = struct.Struct("<q")
+_NOTICE_BEGIN: Final = NUM_SLOTS * _SLOT_SIZE  # behind the signs: what the agent has to say
+TABLE_SIZE: Final = _NOTICE_BEGIN + _SLOT_SIZE
 _GAP_SECONDS: Final = 2.0
 """Whoever was not run for so long, because the machine or the process was stopped, knows nothing of the others."""
 
@@ -91,8 +93,13 @@ class Sign:
 def read(descriptor: int) -> list[Sign]:
     """Return the signs of all workers that have ever written one to an agent's table."""
     data = os.pread(descriptor, TABLE_SIZE, 0)
-    begins = (begin for begin in range(0, len(data), _SLOT_SIZE) if any(data[begin : begin + 8]))  # its pid
+    begins = (begin for begin in range(0, _NOTICE_BEGIN, _SLOT_SIZE) if any(data[begin : begin + 8]))  # its pid
     return [Sign.from_bytes(data[begin : begin + _SLOT.size]) for begin in begins]
+
+
+def announce(descriptor: int, num_nodes_waiting: int) -> None:
+    """Let an agent's workers know how many nodes wait to join: when it stops them, they can tell why."""
+    os.pwrite(descriptor, _NOTICE.pack(num_nodes_waiting), _NOTICE_BEGIN)
 
 
 class Stillness:
@@ -135,6 +142,7 @@ class Heart:
         self._trainer = 0
         self._pid = self._pid_started = 0
         self._slot: memoryview | None = None
+        self._table: memoryview | None = None
         self._stack_descriptor = -1
         self._phase = SETTING_UP
         self._num_done = 0
@@ -155,12 +163,21 @@ class Heart:
         with contextlib.suppress(OSError, ValueError):
             if path is not None and local_rank < NUM_SLOTS:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                self._slot = memoryview(mmap.mmap(descriptor, TABLE_SIZE))[local_rank * _SLOT_SIZE :]
+                self._table = memoryview(mmap.mmap(descriptor, TABLE_SIZE))
+                self._slot = self._table[local_rank * _SLOT_SIZE :]
                 os.close(descriptor)
                 self._stack_descriptor = os.memfd_create("stack")
                 faulthandler.register(signal.SIGUSR2, file=self._stack_descriptor, all_threads=True)
         self._trainer = threading.get_ident()
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
+
+    @property
+    def num_nodes_waiting(self) -> int:
+        """How many nodes wait to join, as far as the agent has said."""
+        if self._table is None:
+            return 0
+        (number,) = _NOTICE.unpack_from(self._table, _NOTICE_BEGIN)
+        return int(number)
 
     def finished(self, step: int) -> None:
         """Note that so many steps are finished, at once: the next instruction may be the last."""

@@ -50,12 +50,14 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastic_mnist import launch
 from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, UsageError
+from elastic_mnist.signals import SIGNALS
 from elastic_mnist.store_watch import StoreWatch
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousBackend
 
     from elastic_mnist.settings import Settings
+    from elastic_mnist.warden import Warden
 
 MODULE: Final = "elastic_mnist"
 
@@ -262,11 +264,22 @@ class StaticRendezvous(RendezvousHandler):
         os.environ[launch.AGENT_PID] = str(os.getpid())
         for name in (launch.JOB_ID, launch.MEMORY, launch.PULSE, launch.STORE_ENDPOINT):
             os.environ.pop(name, None)  # an agent may itself be some worker's child
+        self._warden: Warden | None = None
         if options is not None:
             _pass_signals_on()
-            _serve_workers(options)
+            self._warden = _serve_workers(options)
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round. The agent starts its workers then; they begin with the signals held back.
+
+        A signal before a worker can wait for it would end it, and with it what is in the node's memory alone.
+        """
+        info = self._join()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._announce(0)
+        return info
+
+    def _join(self) -> RendezvousInfo:
         """Join the next round."""
         self._end_if_refused()
         info = self._inner.next_rendezvous()
@@ -309,8 +322,15 @@ class StaticRendezvous(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes that would join."""
-        return self._inner.num_nodes_waiting()
+        """Return the number of nodes that would join. The agent asks all the time, while it has workers."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        number = self._inner.num_nodes_waiting()
+        self._announce(number)
+        return number
+
+    def _announce(self, num_nodes_waiting: int) -> None:
+        if self._warden is not None:
+            self._warden.announce(num_nodes_waiting)
 
     def get_run_id(self) -> str:
         """Return the rendezvous' id."""
@@ -345,10 +365,10 @@ class ElasticRendezvous(StaticRendezvous):
         if isinstance(store, TCPStore):
             os.environ[launch.STORE_ENDPOINT] = location
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def _join(self) -> RendezvousInfo:
         """Join the next round, and name it for the workers that the agent starts then."""
         with self._told():
-            info = super().next_rendezvous()
+            info = super()._join()
             # The round's store is a namespace of the agents alone; its first member names the workers'.
             key = "elastic_mnist/generation_key"
             if info.rank == 0:
@@ -397,19 +417,20 @@ def _pass_signals_on() -> None:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
 
 
-def _serve_workers(options: "Settings") -> None:
+def _serve_workers(options: "Settings") -> "Warden | None":
     """Do for this node's workers what outlives them: hold their memory tier, and watch over them.
 
     Both live in files without a name, which the kernel frees with this process. A system that has no such files has
     neither: there the job goes on from durable snapshots, and a worker that is stopped stays unnoticed.
     """
     if not hasattr(os, "memfd_create"):
-        return
+        return None
     from elastic_mnist.warden import Warden  # noqa: PLC0415 - other torchrun jobs must not pay for it
 
     os.environ[launch.MEMORY] = f"/proc/{os.getpid()}/fd/{os.memfd_create('elastic_mnist')}"
     warden = Warden(hang_timeout=options.hang_timeout, event_log=options.event_log_path)
     os.environ[launch.PULSE] = warden.path
+    return warden
 
 
 def _meet(endpoint: str, connect: Callable[[], Value]) -> Value:  # noqa: RET503 - `_end` does not return

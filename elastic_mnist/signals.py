@@ -5,9 +5,10 @@ that was ignored when the process began, as `nohup` has it, stays ignored.
 
 Invariant: nothing is done in a signal handler. The signals are blocked, and one thread waits for them; so they are
 noticed at once also while the thread that trains sits in a collective, and the process never dies half-way through a
-write. A signal is a flag: the ranks agree on a step with the gradient's all-reduce (see `gradients`), save and end
-together. Only where there is nothing to save yet, before the first step, the process ends right there; a later
-generation has what is in the node's memory, and comes as far as to save it.
+write. The agent has them blocked while it starts a worker, so they are from its first moment on. A signal is a flag:
+the ranks agree on a step with the gradient's all-reduce (see `gradients`), save and end together. Only where there is
+nothing to save yet, before the first step, the process ends right there; a later generation has what is in the node's
+memory, and comes as far as to save it.
 
 A process that cannot stop in order, because a peer does not answer, ends by itself before the launcher would kill it.
 """
@@ -30,11 +31,15 @@ _IMPATIENCE_SECONDS: Final = 3.0
 
 
 class StopRequests:
-    """The signals that this process has received. Construct it before any other thread is started."""
+    """The signals that this process has received. Construct it before any other thread is started.
 
-    def __init__(self) -> None:
+    Args:
+        has_something_to_save: whether there is, although the training has not begun.
+    """
+
+    def __init__(self, has_something_to_save: Callable[[], bool] = lambda: False) -> None:
         self.received: str | None = None
-        self.has_something_to_save: Callable[[], bool] = lambda: False
+        self._has_something_to_save = has_something_to_save
         self._give_up: Callable[[str], None] = lambda _reason: None
         self._is_training = False
         self._interrupted_at: float | None = None
@@ -57,7 +62,7 @@ class StopRequests:
         while True:
             number = signal.sigwait(self._signals)
             with self._lock:
-                is_idle = not self._is_training and not self.has_something_to_save()
+                is_idle = not self._is_training and not self._has_something_to_save()
                 if number == signal.SIGINT and self._is_impatient():
                     os._exit(EXIT_INTERRUPTED)
                 if is_idle:

@@ -42,6 +42,10 @@ class Warden:
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         threading.Thread(target=self._watch, name="warden", daemon=True).start()
 
+    def announce(self, num_nodes_waiting: int) -> None:
+        """Let the workers know how many nodes wait to join."""
+        pulse.announce(self._descriptor, num_nodes_waiting)
+
     def _watch(self) -> None:
         while True:
             try:

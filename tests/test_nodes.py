@@ -20,7 +20,7 @@ def undisturbed_sha256(mnist_dir: Path, tmp_path_factory: pytest.TempPathFactory
 def test_join_and_leave_in_mid_epoch(
     sign: signal.Signals, mnist_dir: Path, tmp_path: Path, undisturbed_sha256: str
 ) -> None:
-    """A second agent joins the running job and leaves it; each time the job loses no more than a step."""
+    """A second agent joins the running job and leaves it; each time the job loses no more than a step, and says why."""
     port = free_port()
     with agent(tmp_path, mnist_dir, port) as first:
         first.wait_for_step(7)
@@ -29,6 +29,7 @@ def test_join_and_leave_in_mid_epoch(
             second.process.send_signal(sign)
             second.wait()
         finished = first.finish()
+        assert first.events("run.stopped")[0]["reason"].startswith("a node joins")
         starts = first.events("run.started")
         assert [event["world_size"] for event in starts[:2]] == [1, 2]
         assert starts[-1]["world_size"] == 1
