@@ -89,12 +89,14 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
         with fits(start, "model"):
             network.load_state_dict(state["model"])
     network.to(job.device)
-    wrapped = world.wrap(network)
+    # First, because it imports for seconds, and `wrap` is a collective: to import there would look like waiting.
     optimizer = torch.optim.Adam(network.parameters(), lr=settings.lr, betas=_ADAM_BETAS)
+    wrapped = world.wrap(network)
     if state is not None:
         with fits(start, "optimizer"):
             # Another program's file brings no hyperparameters.
-            optimizer.load_state_dict({**optimizer.state_dict(), **state["optimizer"]})
+            hyperparameters = {"param_groups": optimizer.state_dict()["param_groups"]}
+            optimizer.load_state_dict({**hyperparameters, **state["optimizer"]})
 
     lanes = Lanes(num_lanes(job))
     gradient = build_gradient(job, start, network, wrapped, lanes)

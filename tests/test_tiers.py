@@ -94,10 +94,11 @@ def test_kills_repeat_and_drop_no_sample(killed: Killed) -> None:
 
 
 def test_a_snapshot_that_a_kill_cut_off_is_made_up_for(killed: Killed) -> None:
-    """Killed while it wrote the durable snapshot of step 16, the job saves at once when it goes on."""
+    """Killed while it wrote the durable snapshot of step 16, the job saves with the first step when it goes on."""
     saved = [(event["generation"], event["step"]) for event in killed.named("snapshot.saved")]
     assert saved[0][0] == 5  # not the generation that was killed in it
-    assert saved[0][1] in (16, 17, 18)
+    resumed = killed.named("run.resumed")[-1]
+    assert resumed["step"] <= saved[0][1] <= resumed["step"] + 1
     assert saved[-1][1] == 32
 
 

@@ -265,7 +265,7 @@ def _state_of(file: ForeignFile, position: Position, settings: Settings, record:
         log.warning("snapshot.incomplete", path=file.path, kind=foreign.kind, lacking=list(foreign.lacking))
     return {
         "model": foreign.model,
-        "optimizer": foreign.optimizer or {},
+        "optimizer": foreign.optimizer or {"state": {}},
         **vars(position),
         "global_batch_size": contract["global_batch_size"],
         "micro_batch_size": contract["micro_batch_size"],
