@@ -45,5 +45,5 @@ def training(data_dir: Path) -> tuple[str, ...]:
     """Return the options of the job: 126 steps, the last of each epoch short."""
     return (
         *("--train_samples=4000", "--test_samples=300", "--epochs=2", f"--data_dir={data_dir}"),
-        *("--global_batch_size=64", "--micro_batch_size=32"),
+        *("--global_batch_size=64", "--micro_batch_size=32", "--hang_timeout=5"),
     )
