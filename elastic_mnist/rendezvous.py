@@ -240,9 +240,10 @@ def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Se
     changed = [name for name in mine if mine[name] != theirs.get(name)]
     if changed:
         texts = "; ".join(f"{name} is {mine[name]} here and {theirs.get(name)} there" for name in changed)
+        other = "--master_port" if isinstance(store, TCPStore) else "--rdzv_id"
         _end(
             f"{parameters.endpoint}: a job under other settings runs there: {texts}; start its nodes with the same "
-            f"options, or another job with another --master_port"
+            f"options, or another job with another {other}"
         )
 
 
@@ -265,6 +266,7 @@ class StaticRendezvous(RendezvousHandler):
         for name in (launch.JOB_ID, launch.MEMORY, launch.PULSE, launch.STORE_ENDPOINT):
             os.environ.pop(name, None)  # an agent may itself be some worker's child
         self._warden: Warden | None = None
+        self._is_ours = options is not None
         if options is not None:
             _pass_signals_on()
             self._warden = _serve_workers(options)
@@ -272,10 +274,12 @@ class StaticRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round. The agent starts its workers then; they begin with the signals held back.
 
-        A signal before a worker can wait for it would end it, and with it what is in the node's memory alone.
+        A signal before a worker can wait for it would end it, and with it what is in the node's memory alone. The agent
+        hears its own signals all the same: they come to its other threads.
         """
         info = self._join()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        if self._is_ours:  # another program would not know of it
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._announce(0)
         return info
 

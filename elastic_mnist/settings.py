@@ -205,6 +205,11 @@ class Settings:
         """Check each value against its limits."""
         for option in fields(self):
             _check(option, getattr(self, option.name))
+        for name in ("snapshot_path", "resume_from"):
+            try:
+                local_path(getattr(self, name) or "")
+            except SettingsError as error:
+                raise SettingsError(f"--{name} {error}") from None
 
     @property
     def event_log_path(self) -> Path:
@@ -223,7 +228,14 @@ class Settings:
 
 
 def local_path(location: str) -> Path | None:
-    """Return the local path that `location` names, None where it is another store's URL."""
+    """Return the local path that `location` names, None where it is another store's URL.
+
+    Raises:
+        SettingsError: it is a chain of fsspec's file systems: a cache or an archive before a store, which hides what
+            the store has.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*::", location):
+        raise SettingsError(f"{location}: chained file systems (::) are not supported; name the store itself")
     location = re.sub(r"^(file|local)://", "", location)
     return None if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", location) else Path(location).expanduser()
 

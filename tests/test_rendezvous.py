@@ -18,9 +18,10 @@ OURS = ("ELASTIC_MNIST", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 
 # Another program of the same environment: leaves its environment and arguments behind, one file a rank.
 OTHER_PROGRAM = """
-import json, os, pathlib, sys
+import json, os, pathlib, signal, sys
 
-found = {"environment": dict(os.environ), "arguments": sys.argv[1:]}
+blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+found = {"environment": dict(os.environ), "arguments": sys.argv[1:], "blocked": blocked}
 pathlib.Path("seen-" + os.environ["RANK"] + ".json").write_text(json.dumps(found))
 """
 
@@ -179,6 +180,14 @@ def test_the_named_backend_tells_a_mistake_before_a_worker_starts(tmp_path: Path
     with Job(tmp_path, tmp_path, launcher, ("--epoch=3",)) as job:
         assert job.wait(within=60) == 2, job.output
         assert job.output.count("elastic_mnist: error: ") == 1
+
+
+def test_another_program_by_the_named_backend_is_not_deaf(tmp_path: Path) -> None:
+    """Signals are held back from our own workers alone, which wait for them."""
+    (tmp_path / "other.py").write_text(OTHER_PROGRAM)
+    rendezvous = ("--rdzv_backend=elastic_mnist", f"--rdzv_endpoint=127.0.0.1:{free_port()}")
+    subprocess.run((*TORCHRUN, *rendezvous, "other.py"), cwd=tmp_path, timeout=90, check=True)
+    assert json.loads((tmp_path / "seen-0.json").read_text())["blocked"] == []
 
 
 def test_a_c10d_rendezvous_survives_a_kill(tmp_path: Path, undisturbed_sha256: str) -> None:

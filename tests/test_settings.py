@@ -71,6 +71,14 @@ def test_a_value_keeps_its_hyphens() -> None:
     assert parse(["--snapshot_path", "s3://my-bucket/a-b"]).snapshot_path == "s3://my-bucket/a-b"
 
 
+@pytest.mark.parametrize("name", ["snapshot_path", "resume_from"])
+def test_a_chain_of_file_systems_is_refused(name: str) -> None:
+    """A cache before a store would be taken for a directory of that name; it is told, and the way out."""
+    location = "simplecache::s3://bucket/run"
+    with pytest.raises(SettingsError, match=f"^--{name} {location}: chained .* name the store itself$"):
+        parse([f"--{name}={location}"])
+
+
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
