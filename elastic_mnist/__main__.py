@@ -24,6 +24,7 @@ from elastic_mnist.errors import (
     TrainingError,
     UsageError,
 )
+from elastic_mnist.heap import keep_freed_memory
 from elastic_mnist.launch import MEMORY, Place
 from elastic_mnist.lifeline import die_with_parent
 from elastic_mnist.pulse import heart
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 def main(arguments: "Sequence[str] | None" = None) -> None:
     """Run one worker; returns when the job is finished, else ends the process with its exit status."""
+    keep_freed_memory()
     requests = StopRequests(_has_memory_that_is_filled)
     try:
         settings, place = parse(sys.argv[1:] if arguments is None else arguments), Place.from_environment()
@@ -62,7 +64,7 @@ def _train(settings: Settings, place: Place, requests: StopRequests, at_end: con
     events.configure(
         settings.event_log_path, rank=place.rank, world_size=place.world_size, log_format=settings.log_format
     )
-    from elastic_mnist import life, world  # noqa: PLC0415 - the same
+    from elastic_mnist import life  # noqa: PLC0415 - the same
 
     status = EXIT_FAILURE
     try:
@@ -72,7 +74,7 @@ def _train(settings: Settings, place: Place, requests: StopRequests, at_end: con
     except UsageError as error:
         # Before the first step, the one line is enough.
         events.log.log(logging.ERROR if heart.step >= 0 else logging.DEBUG, "run.failed", reason=str(error))
-        world.refuse(place, str(error))
+        life.refuse(place, str(error))
         return EXIT_USAGE
     except Stopped:
         if requests.received is None:

@@ -17,11 +17,8 @@ STORE_ENDPOINT: Final = "ELASTIC_MNIST_STORE"
 GENERATION_KEY: Final = "ELASTIC_MNIST_GENERATION_KEY"
 """A name that all workers of one generation share, and no other generation does."""
 
-AGENT_ID: Final = "ELASTIC_MNIST_AGENT_ID"
-"""The agent that started this worker."""
-
 AGENT_PID: Final = "ELASTIC_MNIST_AGENT_PID"
-"""Its process id, on this host."""
+"""The process id, on this host, of the agent that started this worker."""
 
 SENIORITY: Final = "ELASTIC_MNIST_SENIORITY"
 """Number of generations that the agent was part of before this one."""
@@ -33,12 +30,7 @@ MEMORY: Final = "ELASTIC_MNIST_MEMORY"
 """A path to the memory that the agent holds for its node's memory tier; it ends with the agent."""
 
 PULSE: Final = "ELASTIC_MNIST_PULSE"
-"""A path to the table where the agent looks for its workers' signs of life."""
-
-
-def refusal_key(agent_id: str) -> str:
-    """Return the store key under which a worker tells its agent why starting it again is of no use."""
-    return f"elastic_mnist/refusal/{agent_id}"
+"""A path to the table through which the agent and its workers speak: signs of life, and what else there is to say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +41,11 @@ class Place:
         endpoint: HOST and PORT of the store where the workers meet; None for a process on its own.
         is_hosted: whether an agent serves that store; else rank 0 does.
         generation_key: names this generation, where the agent says so.
-        agent_id: the agent that started this process, where it says so.
-        agent_pid: its process id, where it says so.
+        agent_pid: process id of the agent that started this process, where it says so.
         seniority: number of generations that the agent was part of before this one.
         job_id: names the launch, where the agent says so.
         memory_path: leads to the memory that the agent holds, where it does.
-        pulse_path: leads to the table of signs of life that the agent watches, where it does.
+        pulse_path: leads to the table that the agent watches, where it does.
     """
 
     rank: int = 0
@@ -64,7 +55,6 @@ class Place:
     endpoint: tuple[str, int] | None = None
     is_hosted: bool = False
     generation_key: str | None = None
-    agent_id: str | None = None
     agent_pid: int | None = None
     seniority: int = 0
     job_id: str | None = None
@@ -89,7 +79,6 @@ class Place:
                 endpoint=(host, int(port)),
                 is_hosted=shared is not None or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 generation_key=environment.get(GENERATION_KEY),
-                agent_id=environment.get(AGENT_ID),
                 agent_pid=int(environment[AGENT_PID]) if AGENT_PID in environment else None,
                 seniority=int(environment.get(SENIORITY, "0")),
                 job_id=environment.get(JOB_ID),

@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 
-from elastic_mnist import environment, events, model
+from elastic_mnist import environment, events, model, pulse
 from elastic_mnist.errors import AlreadyTold, Stopped, StoreError, UsageError
 from elastic_mnist.events import log
 from elastic_mnist.job import Job, build, num_lanes
@@ -25,7 +25,6 @@ from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import State, pack
 from elastic_mnist.snapshots.writer import Write, with_retries
 from elastic_mnist.trainer import Training, train
-from elastic_mnist.world import refuse
 
 
 def run(settings: Settings, place: Place, requests: StopRequests, at_end: ExitStack) -> None:
@@ -73,6 +72,12 @@ def run(settings: Settings, place: Place, requests: StopRequests, at_end: ExitSt
         job.world.leave()
 
 
+def refuse(place: Place, reason: str) -> None:
+    """Tell people, and this process's agent, why starting its workers again is of no use; one line an agent."""
+    if pulse.refuse(place.pulse_path):
+        print(f"elastic_mnist: error: {reason}", file=sys.stderr, flush=True)  # noqa: T201 - for people, not for the log
+
+
 def identify(job: Job, start: Start) -> None:
     """Let events and signs of life say whose they are."""
     events.identify(run_id=start.record.run_id, generation=start.record.generation)
@@ -89,8 +94,8 @@ def give_up(reason: str) -> None:
 def tell_stop(job: Job, training: Training) -> None:
     """Tell on rank 0 that the job was stopped, and where it will go on."""
     reason = job.requests.received or "a signal at another rank"
-    if heart.num_nodes_waiting and job.requests.received in (None, "SIGTERM"):  # it is torchrun that sends it
-        reason = "a node joins: the workers start anew"
+    if heart.num_nodes_waiting:  # for which torchrun stops the workers, with SIGTERM, and starts them anew
+        reason += ", while a node waits to join"
     log.info(
         "run.stopped",
         reason=reason,

@@ -13,6 +13,7 @@ A long evaluation, a slow step or a slow store is none of these.
 
 import contextlib
 import faulthandler
+import fcntl
 import mmap
 import os
 import signal
@@ -33,9 +34,10 @@ NUM_SLOTS: Final = 1024  # local ranks
 _BEAT_SECONDS: Final = 0.2
 _SLOT: Final = struct.Struct("<QQQQqqqqq32s16s")
 _SLOT_SIZE: Final = 256
-_NOTICE: Final = struct.Struct("<q")
-_NOTICE_BEGIN: Final = NUM_SLOTS * _SLOT_SIZE  # behind the signs: what the agent has to say
-TABLE_SIZE: Final = _NOTICE_BEGIN + _SLOT_SIZE
+_NUMBER: Final = struct.Struct("<q")
+_NUM_WAITING_BEGIN: Final = NUM_SLOTS * _SLOT_SIZE  # behind the signs: nodes that wait to join, as the agent says
+_NUM_REFUSALS_BEGIN: Final = _NUM_WAITING_BEGIN + _NUMBER.size  # workers that said that it is of no use
+TABLE_SIZE: Final = _NUM_WAITING_BEGIN + _SLOT_SIZE
 _GAP_SECONDS: Final = 2.0
 """Whoever was not run for so long, because the machine or the process was stopped, knows nothing of the others."""
 
@@ -93,13 +95,37 @@ class Sign:
 def read(descriptor: int) -> list[Sign]:
     """Return the signs of all workers that have ever written one to an agent's table."""
     data = os.pread(descriptor, TABLE_SIZE, 0)
-    begins = (begin for begin in range(0, _NOTICE_BEGIN, _SLOT_SIZE) if any(data[begin : begin + 8]))  # its pid
+    begins = (begin for begin in range(0, _NUM_WAITING_BEGIN, _SLOT_SIZE) if any(data[begin : begin + 8]))  # its pid
     return [Sign.from_bytes(data[begin : begin + _SLOT.size]) for begin in begins]
 
 
 def announce(descriptor: int, num_nodes_waiting: int) -> None:
     """Let an agent's workers know how many nodes wait to join: when it stops them, they can tell why."""
-    os.pwrite(descriptor, _NOTICE.pack(num_nodes_waiting), _NOTICE_BEGIN)
+    os.pwrite(descriptor, _NUMBER.pack(num_nodes_waiting), _NUM_WAITING_BEGIN)
+
+
+def refuse(path: str | None) -> bool:
+    """Tell the agent that starting its workers again is of no use; return whether this worker is the first to say so.
+
+    Args:
+        path: leads to the agent's table; None for none, where everybody is the first.
+    """
+    if path is None:
+        return True
+    try:
+        with open(path, "r+b", buffering=0) as table:  # noqa: PTH123 - a Path would read the link
+            fcntl.lockf(table, fcntl.LOCK_EX)
+            num_before = num_refusals(table.fileno())
+            os.pwrite(table.fileno(), _NUMBER.pack(num_before + 1), _NUM_REFUSALS_BEGIN)
+    except OSError:  # the agent is gone, and nobody starts anything again
+        return True
+    return num_before == 0
+
+
+def num_refusals(descriptor: int) -> int:
+    """Return how many workers have told their agent that starting them again is of no use."""
+    (number,) = _NUMBER.unpack(os.pread(descriptor, _NUMBER.size, _NUM_REFUSALS_BEGIN))
+    return int(number)
 
 
 class Stillness:
@@ -176,7 +202,7 @@ class Heart:
         """How many nodes wait to join, as far as the agent has said."""
         if self._table is None:
             return 0
-        (number,) = _NOTICE.unpack_from(self._table, _NOTICE_BEGIN)
+        (number,) = _NUMBER.unpack_from(self._table, _NUM_WAITING_BEGIN)
         return int(number)
 
     def finished(self, step: int) -> None:

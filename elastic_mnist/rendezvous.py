@@ -10,11 +10,13 @@ job of the environment. It acts only where the launched module is `elastic_mnist
   namespace over restarts and may read the addresses of the dead;
 - ends the agent, instead of restarting its workers, where a worker has said that this is of no use;
 - holds the node's memory tier, and watches over its workers (`warden`) and over the rendezvous (`store_watch`);
-- ends an agent that was asked to stop with status 143, and one whose rendezvous is over with 1; with one line.
+- holds signals while the agent starts its workers (`agent_signals`);
+- ends an agent that was asked to stop with status 143, and one whose rendezvous is over with 1; its last line says so.
 
 Invariant: torchrun's public interfaces (`RendezvousHandler`, `create_backend`, `create_handler`) are all it
 builds on; the one private thing it touches is the table of registered backends. Where that has moved, it
-says so and leaves stock behaviour.
+says so and leaves stock behaviour. Relied on as well: an agent starts its workers when `next_rendezvous` has returned,
+asks for `num_nodes_waiting` while it has some, and calls `shutdown` last, in the midst of the exception it ends with.
 """
 
 import contextlib
@@ -22,7 +24,6 @@ import io
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -36,7 +37,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
-from torch.distributed import DistNetworkError, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -49,8 +50,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_mnist import launch
+from elastic_mnist.agent_signals import AgentSignals
 from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, UsageError
-from elastic_mnist.signals import SIGNALS
 from elastic_mnist.store_watch import StoreWatch
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ _GONE: Final = (
 _ENDS: Final[dict[type[Exception], str]] = {
     RendezvousConnectionError: _GONE,
     DistNetworkError: _GONE,
+    DistStoreError: "has lost a node that was about to take part; start the job again, it goes on from its newest "
+    "snapshot",
     RendezvousClosedError: "is closed: its job has ended; start another one with an --rdzv_id of its own",
     RendezvousTimeoutError: "has too few nodes, and no more came in time; start them together",
 }
@@ -86,6 +89,10 @@ _ENDS: Final[dict[type[Exception], str]] = {
 Value = TypeVar("Value")
 Creator = Callable[[RendezvousParameters], RendezvousHandler]
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class _NotHostedError(RendezvousConnectionError):
+    """The store can be neither hosted nor reached; says why it cannot be hosted."""
 
 
 class RendezvousOverError(RendezvousError):
@@ -121,6 +128,10 @@ def _end_in_one_line(otherwise: Hook) -> Hook:
         elif isinstance(error, RendezvousOverError):
             _say(f"error: {error}")
             status = EXIT_FAILURE
+        elif _launch() is not None and isinstance(error, (DistNetworkError, DistStoreError)):
+            # While the agents agreed on their workers' ranks, where no handler of ours takes part.
+            _say(f"error: the rendezvous {_end_of(error)}")
+            status = EXIT_FAILURE
         else:
             otherwise(kind, error, traceback)
             return
@@ -128,6 +139,11 @@ def _end_in_one_line(otherwise: Hook) -> Hook:
         os._exit(status)
 
     return hook
+
+
+def _end_of(error: BaseException) -> str:
+    """Return how a rendezvous ended, and what can be done about it."""
+    return next(text for kind, text in _ENDS.items() if isinstance(error, kind))
 
 
 def _is_stop(error: BaseException) -> bool:
@@ -193,23 +209,38 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for key, value in _DEFAULTS.items():
         parameters.config.setdefault(key, value)
-    directory = Path(parameters.endpoint).absolute().parent
-    if parameters.get("store_type") == "file" and not os.access(directory, os.W_OK):  # torch would wait for it
-        _end(f"--rdzv_endpoint {parameters.endpoint}: {directory} is no directory that can be written to")
+    if _is_in_file(parameters):
+        _check_file(parameters.endpoint)
     backend, store = _meet(parameters.endpoint, lambda: _host_or_join(parameters))
     if options is not None:
         _check_same_job(store, parameters, options)
-    location = parameters.endpoint
+    location, watch = parameters.endpoint, None
     if isinstance(store, TCPStore):
         location = f"{store.host}:{store.port}"
-        StoreWatch(store, patience_seconds=float(parameters.get_as_int("read_timeout", 60) or 60))
+        seconds = parameters.get_as_int("read_timeout", 60)
+        assert seconds is not None
+        watch = StoreWatch(store, patience_seconds=float(seconds))
     _say(
         f"elastic rendezvous at {location} for {parameters.min_nodes} to "
         f"{parameters.max_nodes} nodes"
         + (", in place of the static one, which waits for all" if parameters.backend == "static" else "")
     )
     handler = create_handler(store, backend, parameters)
-    return ElasticRendezvous(handler, parameters.backend, options, store, location)
+    return ElasticRendezvous(handler, parameters.backend, options, store, location, watch=watch)
+
+
+def _is_in_file(parameters: RendezvousParameters) -> bool:
+    """Whether the store is a file; as torch reads it."""
+    return (parameters.get("store_type") or "").strip().lower() == "file"
+
+
+def _check_file(path: str) -> None:
+    """End the agent where the rendezvous' file cannot be used: torch would wait for it, or take one of its own."""
+    if not path:
+        _end("--rdzv_endpoint: is missing; name a file that all nodes see")
+    directory = Path(path).absolute().parent
+    if not os.access(path if Path(path).exists() else directory, os.W_OK):
+        _end(f"--rdzv_endpoint {path}: cannot be written to; name a file in a directory that is there")
 
 
 def _host_or_join(parameters: RendezvousParameters) -> "tuple[RendezvousBackend, Store]":
@@ -220,13 +251,18 @@ def _host_or_join(parameters: RendezvousParameters) -> "tuple[RendezvousBackend,
     """
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend  # noqa: PLC0415
 
-    if parameters.get("store_type") != "file" and parameters.get("is_host") is None:
-        if _is_own(parameters.endpoint):
-            parameters.config["is_host"] = True
-            with contextlib.suppress(RendezvousConnectionError):  # another node of this machine listens there, perhaps
-                return create_backend(parameters)
+    is_asked = parameters.get("is_host") is not None
+    if is_asked or _is_in_file(parameters) or not _is_own(parameters.endpoint):
+        return create_backend(parameters)
+    parameters.config["is_host"] = True
+    try:
+        return create_backend(parameters)
+    except RendezvousConnectionError as error:  # another node of this machine listens there, perhaps
         parameters.config["is_host"] = False
-    return create_backend(parameters)
+        try:
+            return create_backend(parameters)
+        except RendezvousConnectionError:
+            raise _NotHostedError(str(error.__cause__ or error).partition("\n")[0][:200]) from None
 
 
 def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Settings") -> None:
@@ -260,26 +296,22 @@ class StaticRendezvous(RendezvousHandler):
         self._inner = inner
         self._backend = backend
         self._store: Store | None = None
-        self._agent_id = uuid.uuid4().hex
-        os.environ[launch.AGENT_ID] = self._agent_id
         os.environ[launch.AGENT_PID] = str(os.getpid())
         for name in (launch.JOB_ID, launch.MEMORY, launch.PULSE, launch.STORE_ENDPOINT):
             os.environ.pop(name, None)  # an agent may itself be some worker's child
         self._warden: Warden | None = None
-        self._is_ours = options is not None
+        self._signals: AgentSignals | None = None  # another program's workers would stay deaf
         if options is not None:
-            _pass_signals_on()
+            self._signals = AgentSignals()
             self._warden = _serve_workers(options)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round. The agent starts its workers then; they begin with the signals held back.
-
-        A signal before a worker can wait for it would end it, and with it what is in the node's memory alone. The agent
-        hears its own signals all the same: they come to its other threads.
-        """
+        """Join the next round. The agent starts its workers then."""
+        if self._signals is not None:
+            self._signals.release()
         info = self._join()
-        if self._is_ours:  # another program would not know of it
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        if self._signals is not None:
+            self._signals.hold()
         self._announce(0)
         return info
 
@@ -296,15 +328,16 @@ class StaticRendezvous(RendezvousHandler):
 
     def _end_if_refused(self) -> None:
         """End the agent where one of its workers has said that starting it again is of no use."""
-        with contextlib.suppress(RuntimeError):  # a store that is gone refuses nothing
-            if self._store is not None and self._store.check([launch.refusal_key(self._agent_id)]):
-                raise SystemExit(EXIT_USAGE)
+        if self._warden is not None and self._warden.is_refused:
+            raise SystemExit(EXIT_USAGE)
 
     def shutdown(self) -> bool:
         """Close the rendezvous; the agent calls this last.
 
         Not where its workers were refused: the others' job is not over for a node that came with a mistake.
         """
+        if self._signals is not None:
+            self._signals.forget()
         self._end_if_refused()
         return self._inner.shutdown()
 
@@ -327,7 +360,8 @@ class StaticRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes that would join. The agent asks all the time, while it has workers."""
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if self._signals is not None:
+            self._signals.release()
         number = self._inner.num_nodes_waiting()
         self._announce(number)
         return number
@@ -350,6 +384,7 @@ class ElasticRendezvous(StaticRendezvous):
         options: the workers' settings; None where they are another module's.
         store: the rendezvous' store.
         location: of the store, for people: HOST:PORT, or a file.
+        watch: over the store; None where it is a file.
     """
 
     def __init__(
@@ -359,10 +394,13 @@ class ElasticRendezvous(StaticRendezvous):
         options: "Settings | None",
         store: Store,
         location: str,
+        *,
+        watch: StoreWatch | None,
     ) -> None:
         super().__init__(inner, backend, options)
         self._store = store
         self._location = location
+        self._watch = watch
         self._min_nodes = inner.settings.min_nodes
         self._num_others = 0
         self._num_rounds = 0
@@ -397,12 +435,18 @@ class ElasticRendezvous(StaticRendezvous):
     def shutdown(self) -> bool:
         """Close the rendezvous; the agent calls this last.
 
-        Not where this node alone has failed for good, and the others are enough: their job is not over for that.
+        Not where this node alone has failed for good, and the others are enough: their job is not over for that, unless
+        it is this node that hosts the store.
         """
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - only at the end
 
         is_failure = isinstance(sys.exc_info()[1], ChildFailedError)
-        return (is_failure and self._num_others >= self._min_nodes) or super().shutdown()
+        try:
+            self._end_if_refused()
+            return (is_failure and self._num_others >= self._min_nodes) or super().shutdown()
+        finally:
+            if self._watch is not None:
+                self._watch.close()
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -410,15 +454,7 @@ class ElasticRendezvous(StaticRendezvous):
         try:
             yield
         except tuple(_ENDS) as error:
-            raise RendezvousOverError(f"the rendezvous at {self._location} {_ENDS[type(error)]}") from error
-
-
-def _pass_signals_on() -> None:
-    """Let torchrun pass SIGUSR1 on to the workers, and not die of it; and be deaf to what `nohup` had it ignore."""
-    names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
-    ignored = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
-    heard = [name for name in (*names, "SIGUSR1") if name.strip() not in ignored]
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
+            raise RendezvousOverError(f"the rendezvous at {self._location} {_end_of(error)}") from error
 
 
 def _serve_workers(options: "Settings") -> "Warden | None":
@@ -456,6 +492,8 @@ def _meet(endpoint: str, connect: Callable[[], Value]) -> Value:  # noqa: RET503
     while time.monotonic() < deadline:
         with contextlib.suppress(Empty):
             answer = answers.get(timeout=_ANSWER_SECONDS)
+            if isinstance(answer, _NotHostedError):
+                _end(f"{endpoint}: cannot be listened at: {answer}; choose another --master_port")
             if isinstance(answer, RendezvousConnectionError):
                 break
             if isinstance(answer, Exception):
@@ -479,14 +517,17 @@ def _is_listening(endpoint: str) -> bool:
 
 def _is_own(endpoint: str) -> bool:
     """Whether an endpoint is this machine: by its name, or an address that it reaches from that same address."""
-    host = (endpoint.rpartition(":")[0] or endpoint).strip("[]")
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint  # noqa: PLC0415 - an agent's alone
+
+    host, _ = parse_rendezvous_endpoint(endpoint, default_port=0)
     if host == socket.gethostname():
         return True
-    with contextlib.suppress(OSError):  # an unknown host
+    with contextlib.suppress(OSError, UnicodeError):  # an unknown host, or no host's name
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)  # sends nothing
-                if ip_address(address[0]).is_loopback or probe.getsockname()[0] == address[0]:
+                own = ip_address(address[0])
+                if own.is_loopback or own.is_unspecified or probe.getsockname()[0] == address[0]:
                     return True
     return False
 

@@ -2,8 +2,10 @@
 
 A node that was cut off or stopped closes no connection, and torch's client waits for its answer for ever: the timeout
 that it takes ends in a second wait, which has none. So one thread asks the store a trifle now and then, and another one
-hangs up once there has been no answer for too long: whatever waits for the store in this process then ends with an
-error, and so does the agent, in order.
+hangs up once an answer has been due for too long: whatever waits for the store in this process then ends with an error,
+and so does the agent, in order.
+
+A connection that breaks is another matter: whoever uses it is told by torch, and the watch makes itself a new one.
 
 Imported by the agent alone.
 """
@@ -12,7 +14,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,7 @@ from torch.distributed import TCPStore
 from elastic_mnist.pulse import Stillness
 
 _ASK_SECONDS: Final = 1.0
-_CONNECT: Final = timedelta(seconds=60)
+_PART_SECONDS: Final = 2.0
 
 
 class StoreWatch:
@@ -30,29 +31,44 @@ class StoreWatch:
 
     Args:
         store: the agent's; it serves it, or is a client.
-        patience_seconds: without an answer. An outage that is shorter is overcome by itself.
+        patience_seconds: for an answer. A silence that is shorter is overcome by itself.
     """
 
     def __init__(self, store: TCPStore, *, patience_seconds: float) -> None:
         self._host, self._port = store.host, store.port
         self._patience_seconds = patience_seconds
-        self._num_answers = 0
-        threading.Thread(target=self._ask, name="store asker", daemon=True).start()
+        self._num_questions = 0  # that have come to an end, whichever
+        self._is_over = threading.Event()
+        self._asker = threading.Thread(target=self._ask, name="store asker", daemon=True)
+        self._asker.start()
         threading.Thread(target=self._watch, name="store watch", daemon=True).start()
 
+    def close(self) -> None:
+        """End the watch. A thread that is still in torch's client when the interpreter ends would abort the process."""
+        self._is_over.set()
+        self._asker.join(_PART_SECONDS)
+        if self._asker.is_alive():
+            hang_up(self._port)
+            self._asker.join(_PART_SECONDS)
+
     def _ask(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is gone, and whoever asks it next is told so
-            store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
-            while True:
+        store: TCPStore | None = None
+        # To connect may take longer than the patience: an attempt that is given up would look like an answer.
+        timeout = timedelta(seconds=2 * self._patience_seconds + 1)
+        while not self._is_over.wait(_ASK_SECONDS):
+            try:
+                if store is None:
+                    store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
                 store.check(["elastic_mnist/is_anybody_there"])
-                self._num_answers += 1
-                time.sleep(_ASK_SECONDS)
+            except RuntimeError:
+                store = None
+            self._num_questions += 1
 
     def _watch(self) -> None:
         stillness = Stillness()
-        while stillness.seconds(self._num_answers) < self._patience_seconds:
-            time.sleep(_ASK_SECONDS)
-        hang_up(self._port)
+        while not self._is_over.wait(_ASK_SECONDS):
+            if stillness.seconds(self._num_questions) >= self._patience_seconds:
+                hang_up(self._port)
 
 
 def hang_up(port: int) -> None:

@@ -46,6 +46,11 @@ class Warden:
         """Let the workers know how many nodes wait to join."""
         pulse.announce(self._descriptor, num_nodes_waiting)
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether a worker has said that starting it again is of no use."""
+        return pulse.num_refusals(self._descriptor) > 0
+
     def _watch(self) -> None:
         while True:
             try:

@@ -10,7 +10,6 @@ Every collective goes through `World` or under its `guard`, and raises `PeerLost
 import contextlib
 import hashlib
 import os
-import sys
 import threading
 import time
 import uuid
@@ -139,19 +138,6 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def refuse(place: launch.Place, reason: str) -> None:
-    """Tell people, and this process's agent, why starting its workers again is of no use; one line an agent."""
-    is_first = True
-    if place.agent_id is not None and place.endpoint is not None and place.is_hosted:
-        key = launch.refusal_key(place.agent_id)
-        with contextlib.suppress(RuntimeError):  # then the agent restarts in vain, and ends with its restarts
-            store = _connect(place, timedelta(seconds=5))
-            store.set(key, reason)
-            is_first = store.add(f"{key}/count", 1) == 1
-    if is_first:
-        print(f"elastic_mnist: error: {reason}", file=sys.stderr, flush=True)  # noqa: T201 - for people, not for the log
 
 
 class PeerWatch:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from elastic_mnist import model
 from elastic_mnist.gradients import ExactGradient, Problem, StepResult
+from elastic_mnist.heap import keep_freed_memory
 from elastic_mnist.lanes import Lanes
 from elastic_mnist.sampler import MicroBatch, Step, StepSampler
 
@@ -78,11 +79,15 @@ class PlainGradient(ExactGradient):
             self.sums[lane].add(torch.autograd.grad(loss, self._parameters))
 
         self._lanes.run(compute, step.micro_batches)
-        first, *others = self.sums
+        num_parts = self._lanes.num_lanes
+        first, *others = [total.total.chunk(num_parts) for total in self.sums]
         for other in others:
-            first.total.add_(other.total)
+            self._lanes.run(lambda _lane, pair: pair[0].add_(pair[1]), zip(first, other, strict=True))
         self._all_reduce(self._message)
-        torch.mul(self._values, 1.0 / step.num_samples, out=self._gradient)
+        self._lanes.run(
+            lambda _lane, pair: torch.mul(pair[0], 1.0 / step.num_samples, out=pair[1]),
+            zip(first, self._gradient.chunk(num_parts), strict=True),
+        )
         return StepResult(loss_sum=0.0, num_bad=0)
 
 
@@ -144,6 +149,7 @@ class Variant:
 
 def measure(num_steps: int, world_size: int, rank: int, results: Path) -> None:
     """Run both variants in turn; print what rank 0 saw, and add its ratios to the results."""
+    keep_freed_memory()
     lanes = Lanes(max(1, len(os.sched_getaffinity(0)) // world_size))
     num_samples = 512 * world_size
     problem = Problem(

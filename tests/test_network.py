@@ -4,6 +4,7 @@ Each node has a network namespace of its own, and is wired to a switch in a thir
 switch and the second node. That needs Linux, root and `ip` (iproute2).
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -71,6 +72,8 @@ class Network:
         for letter in "ABS":
             subprocess.run(["ip", "netns", "delete", f"{self._name}{letter}"], check=False, capture_output=True)
             shutil.rmtree(self._files(letter), ignore_errors=True)
+        with contextlib.suppress(OSError):  # others may have theirs there
+            self._files("A").parent.rmdir()
 
     def _files(self, letter: str) -> Path:
         return Path("/etc/netns") / f"{self._name}{letter}"  # `ip netns exec` shows them in /etc

@@ -1,5 +1,6 @@
 """Signs of life: written, read, and what is concluded from them."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -41,6 +42,24 @@ def test_stillness_counts_from_the_last_change(monkeypatch: pytest.MonkeyPatch) 
         seen.append(stillness.seconds(value))
     # After a minute in which nobody looked, the machine may have been asleep: it begins anew.
     assert seen == [0.0, 1.0, 2.5, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_of_workers_that_refuse_at_once_one_is_the_first(tmp_path: Path) -> None:
+    """Each is counted, where the agent looks, and exactly one tells people."""
+    table = tmp_path / "table"
+    table.write_bytes(bytes(pulse.TABLE_SIZE))
+    with table.open("rb") as file:
+        assert pulse.num_refusals(file.fileno()) == 0
+        with multiprocessing.get_context("spawn").Pool(4) as workers:
+            assert sorted(workers.map(pulse.refuse, [str(table)] * 20, chunksize=1)) == [False] * 19 + [True]
+        assert pulse.num_refusals(file.fileno()) == 20
+        assert pulse.read(file.fileno()) == []
+
+
+def test_a_refusal_without_an_agent_is_told_all_the_same(tmp_path: Path) -> None:
+    """Whoever has no table, or finds it gone, is the first."""
+    assert pulse.refuse(None)
+    assert pulse.refuse(str(tmp_path / "gone"))
 
 
 def test_a_heart_writes_where_the_agent_looks(tmp_path: Path) -> None:

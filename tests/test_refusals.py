@@ -14,6 +14,10 @@ LAUNCHERS = {
     "no restarts": standalone(1, max_restarts=0),
     "one node, no rendezvous named": torchrun("--nproc_per_node=2", "--max_restarts=3"),
     "fixed size": torchrun("--nnodes=1", "--max_restarts=3", f"--master_port={free_port()}"),
+    "in a file": torchrun(
+        *("--rdzv_backend=c10d", "--rdzv_conf=store_type=file", "--rdzv_endpoint=rendezvous"),
+        *("--nnodes=1:2", "--nproc_per_node=2", "--max_restarts=3"),
+    ),
     "by name": torchrun("--rdzv_backend=elastic_mnist", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--max_restarts=3"),
 }
 

@@ -4,13 +4,19 @@ import importlib.metadata
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import SMALL, TORCHRUN, Job, free_port, plain, standalone, torchrun
+from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from elastic_mnist import launch, rendezvous
 
 # 10 steps of one epoch, the last one short.
 OPTIONS = (*SMALL, "--dataset=synthetic", "--train_samples=600", "--test_samples=60", "--epochs=1")
@@ -190,6 +196,50 @@ def test_another_program_by_the_named_backend_is_not_deaf(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "seen-0.json").read_text())["blocked"] == []
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "is_own"),
+    [
+        ("", True),
+        ("localhost", True),
+        ("localhost:29400", True),
+        ("127.0.0.2:1", True),
+        ("[::1]", True),
+        ("[::1]:29400", True),
+        ("0.0.0.0:29400", True),
+        (socket.gethostname(), True),
+        ("192.0.2.1:29400", False),  # for documentation, nobody's
+        ("a" * 64, False),
+        ("no-such-host.invalid:1", False),
+    ],
+)
+def test_which_endpoint_is_this_machine(endpoint: str, is_own: bool) -> None:
+    """An endpoint as torch reads it, by any address or name of this machine; one that leads nowhere is no error."""
+    assert rendezvous._is_own(endpoint) == is_own
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_refused_node_ends_as_refused_also_beside_others(
+    monkeypatch: pytest.MonkeyPatch,
+    is_refused: bool,
+) -> None:
+    """Where its workers have failed for good because they were refused, it ends with 2; else it leaves in peace."""
+    monkeypatch.setenv(launch.AGENT_PID, "")  # to be restored
+    inner = SimpleNamespace(settings=SimpleNamespace(min_nodes=1))
+    handler = rendezvous.ElasticRendezvous(inner, "c10d", None, HashStore(), "here", watch=None)  # type: ignore[arg-type]
+    handler._num_others = 1
+    handler._warden = SimpleNamespace(is_refused=is_refused)  # type: ignore[assignment]
+
+    def end() -> None:
+        try:
+            raise ChildFailedError("elastic_mnist", {0: ProcessFailure(0, 1, 1, "")})
+        finally:
+            handler.shutdown()
+
+    with pytest.raises(SystemExit if is_refused else ChildFailedError) as ended:
+        end()
+    assert getattr(ended.value, "code", None) == (2 if is_refused else None)
+
+
 def test_a_c10d_rendezvous_survives_a_kill(tmp_path: Path, undisturbed_sha256: str) -> None:
     """`--rdzv_backend=c10d` as users write it gets generations of its own: a killed worker leaves no trace."""
     endpoint = f"127.0.0.1:{free_port()}"
@@ -211,7 +261,7 @@ def test_a_static_rendezvous_of_a_fixed_size_stays_stock(tmp_path: Path, undistu
     with Job(tmp_path, tmp_path, launcher, OPTIONS) as job:
         job.wait_for_step(3)
         ours = _of_ours(job.worker(0).environ())  # who the agent is, but no store and no generation
-        assert ours <= {f"ELASTIC_MNIST_{name}" for name in ("AGENT_ID", "AGENT_PID", "JOB_ID", "MEMORY", "PULSE")}
+        assert ours <= {f"ELASTIC_MNIST_{name}" for name in ("AGENT_PID", "JOB_ID", "MEMORY", "PULSE")}
         job.kill(1)
         finished = job.finish()
         assert finished["num_restarts"] == 1
@@ -277,7 +327,7 @@ def test_a_generations_key_is_shared_by_all_its_workers_and_by_no_other(tmp_path
             workers = [*first.workers(), *second.workers()]
             environments = [worker.environ() for worker in workers]
             assert {environment["RANK"] for environment in environments} == {"0", "1"}
-            assert len({environment["ELASTIC_MNIST_AGENT_ID"] for environment in environments}) == 2
+            assert len({environment["ELASTIC_MNIST_AGENT_PID"] for environment in environments}) == 2
             assert {environment["ELASTIC_MNIST_STORE"] for environment in environments} == {endpoint}
             (key,) = {environment["ELASTIC_MNIST_GENERATION_KEY"] for environment in environments}
             keys.append(key)

@@ -3,11 +3,12 @@
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, alive, eventually, fault, plain, standalone
+from harness import SMALL, TORCHRUN, Job, alive, eventually, fault, plain, standalone
 
 from elastic_mnist.tools import verify
 
@@ -126,6 +127,47 @@ def test_a_signal_while_a_worker_is_replaced_loses_nothing(
         (resumed,) = job.events("run.resumed")
         assert resumed["source"] == "storage"
         assert resumed["step"] >= 6
+
+
+STOPPED_WHILE_IT_STARTS_WORKERS = """
+import os, pathlib, signal
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.run import main
+
+popen, number = SubprocessHandler._popen, 0
+
+def stopped_popen(self, *arguments, **keywords):
+    global number
+    process, number = popen(self, *arguments, **keywords), number + 1
+    if number == 3:  # the first of two in the second generation
+        pathlib.Path("fired").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return process
+
+SubprocessHandler._popen = stopped_popen
+main()
+"""
+
+
+def test_a_signal_while_the_agent_starts_its_workers_loses_nothing(tmp_path: Path) -> None:
+    """Between one worker's start and the next one's it waits; then all of them are asked to stop, and save."""
+    (tmp_path / "stopped.py").write_text(STOPPED_WHILE_IT_STARTS_WORKERS)
+    launcher = (sys.executable, "stopped.py", *standalone(2)[len(TORCHRUN) :])
+    with Job(tmp_path, tmp_path, launcher, (*OPTIONS, "--save_every_steps=0")) as job:
+        job.wait_for_step(6)
+        job.kill(1)
+        assert job.wait(within=40) == STOPPED
+        assert (tmp_path / "fired").exists()
+        assert check_stop(job) >= 6
+
+
+def test_an_agent_that_waits_while_it_starts_its_workers_is_not_deaf(tmp_path: Path) -> None:
+    """Asked to stop while the start of its workers takes for ever, it does soon."""
+    text = STOPPED_WHILE_IT_STARTS_WORKERS.replace("return process", "import time; time.sleep(600); return process")
+    (tmp_path / "stopped.py").write_text(text.replace("number == 3", "number == 1"))
+    with Job(tmp_path, tmp_path, (sys.executable, "stopped.py", *standalone(2)[len(TORCHRUN) :]), OPTIONS) as job:
+        assert job.wait(within=40) == STOPPED
+        assert (tmp_path / "fired").exists()
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -27,7 +25,7 @@ from harness import WAIT_SECONDS, alive, eventually, free_port
 from torch.nn.functional import nll_loss
 from typing_extensions import Self
 
-from elastic_mnist import events, launch, model, world
+from elastic_mnist import events, model, world
 from elastic_mnist.errors import PeerLost
 from elastic_mnist.evaluation import evaluate
 from elastic_mnist.lanes import Lanes
@@ -351,49 +349,6 @@ def test_ranks_that_wait_for_each_other_are_noticed(store: dist.TCPStore, tmp_pa
         assert ranks.start().hear_all() == ["adding"] * 2
         reasons = hung_peers(tmp_path / "log")
     assert all(reason.startswith("all ranks are alive and have waited for each other") for reason in reasons)
-
-
-# Refusing
-
-
-@contextmanager
-def _standard_error_to(path: Path) -> Iterator[None]:
-    sys.stderr.flush()
-    with path.open("a") as file:
-        os.dup2(file.fileno(), 2)
-        sys.stderr = os.fdopen(os.dup(2), "w")
-        yield
-        sys.stderr.flush()
-
-
-def refuse(place: Place, _say: Say, path: Path, reason: str) -> None:
-    """Refuse, with standard error in a file."""
-    with _standard_error_to(path):
-        world.refuse(place, reason)
-
-
-def test_a_refusal_is_told_once_an_agent(store: dist.TCPStore, tmp_path: Path) -> None:
-    """Of several workers that refuse at once one prints its line, and their agent finds the reason in the store."""
-    told = tmp_path / "told"
-    reason = "--lr: 0 is too small; choose more"
-    for number, agent in enumerate(("a", "b"), start=1):
-        assert not store.check([launch.refusal_key(agent)])
-        with Ranks(refuse, told, reason, size=3, agent_id=agent, **hosted(store)) as ranks:
-            assert ranks.start().hear_all() == [None] * 3
-        assert told.read_text().splitlines() == [f"elastic_mnist: error: {reason}"] * number
-        assert store.get(launch.refusal_key(agent)).decode() == reason
-
-
-def test_a_refusal_without_a_store_is_told_all_the_same(tmp_path: Path) -> None:
-    """A worker whose store is gone prints its line, and raises nothing."""
-    told = tmp_path / "told"
-    with socket.socket() as nobody:  # bound, but not listening
-        nobody.bind(("127.0.0.1", 0))
-        place = {"endpoint": nobody.getsockname(), "is_hosted": True, "agent_id": "a"}
-        with Ranks(refuse, told, "a reason", size=1, **place) as ranks:
-            assert ranks.start().hear_all() == [None]
-    ours = [line for line in told.read_text().splitlines() if "elastic_mnist" in line]  # torch has its own say
-    assert ours == ["elastic_mnist: error: a reason"]
 
 
 # Evaluating
