@@ -148,19 +148,19 @@ def test_a_node_that_fails_for_good_leaves_the_others_at_work(
     failed_node: tuple[Job, bool], undisturbed_sha256: str
 ) -> None:
     """A node whose restarts are spent ends as a failure; the other one goes on alone, to the undisturbed weights."""
-    node, goes_on = failed_node
-    assert node.process.returncode == 1
+    second, goes_on = failed_node
+    assert second.process.returncode == 1
     assert goes_on
-    assert finish(node.directory) == undisturbed_sha256
+    assert finish(second.directory) == undisturbed_sha256
 
 
 def test_the_root_cause_is_told_once_with_rank_and_step(failed_node: tuple[Job, bool]) -> None:
     """Of two nodes, the event log names the one that raised, once; and so does its launcher's report."""
-    node, _ = failed_node
-    (failed,) = node.events("run.failed")
+    second, _ = failed_node
+    (failed,) = second.events("run.failed")
     assert (failed["rank"], failed["step"], failed["generation"]) == (1, 3, 0)
     assert failed["reason"] == "RuntimeError: a planted fault"
-    report = node.output.partition("elastic_mnist FAILED\n")[2]
+    report = second.output.partition("elastic_mnist FAILED\n")[2]
     assert re.findall(r"rank +: (\d+)", report) == ["1"]
     assert report.count("RuntimeError: a planted fault") == 1
 
