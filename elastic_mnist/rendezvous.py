@@ -251,10 +251,11 @@ def _host_or_join(parameters: RendezvousParameters) -> "tuple[RendezvousBackend,
     """
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend  # noqa: PLC0415
 
-    is_asked = parameters.get("is_host") is not None
-    if is_asked or _is_in_file(parameters) or not _is_own(parameters.endpoint):
+    if _is_in_file(parameters) or parameters.get("is_host") is not None:
         return create_backend(parameters)
-    parameters.config["is_host"] = True
+    parameters.config["is_host"] = _is_own(parameters.endpoint)
+    if not parameters.config["is_host"]:
+        return create_backend(parameters)
     try:
         return create_backend(parameters)
     except RendezvousConnectionError as error:  # another node of this machine listens there, perhaps
