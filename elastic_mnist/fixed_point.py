@@ -25,7 +25,7 @@ The error
 
     from the exact sum of the micro-batches' fp32 gradients; at the defaults (b = 64, M = 8, n = 512) the exponent is
     43, the bound 1.8e-15. A fp32 sum rounds by 2^-24 of its value: fixed point is finer for every element above
-    3e-8. The way back to fp32 rounds by that much once, or three times where n is no power of two.
+    3e-8. The conversion back to fp32 rounds once.
 """
 
 import math
@@ -201,12 +201,15 @@ def _to_integers(values: _Floats, integers: _Integers) -> _Integers:
 def to_float(total: Tensor, factor: float, out: Tensor) -> None:
     """Write `total * factor` to `out`.
 
-    int64 becomes the nearest fp32, and so do the factor and the product: fixed functions of one integer, the same bits
-    on every rank.
+    int64 to fp64 rounds at 2^53, the product once more, fp32 last: three fixed functions of one integer, the same
+    bits on every rank.
 
     Args:
         total: (num_values,) int64.
         factor: of the scale and of the mean.
         out: (num_values,) fp32.
     """
-    out.copy_(total).mul_(factor)
+    if total.device.type != "cpu":
+        out.copy_(total.double().mul_(factor))
+        return
+    np.multiply(total.numpy(), factor, out=out.numpy(), dtype=np.float64, casting="unsafe")  # no copy in between
