@@ -51,6 +51,7 @@ def errors(job: Job) -> list[str]:
     return [line for line in job.output.splitlines() if line.startswith("elastic_mnist: error: ")]
 
 
+@pytest.mark.slow  # `test_nodes.py` has the half of it
 def test_the_second_agent_comes_and_goes(tmp_path: Path, undisturbed_sha256: str) -> None:
     """It is interrupted, comes back and is killed: the first goes on alone, and each change costs at most a step."""
     port = free_port()

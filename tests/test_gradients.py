@@ -1,8 +1,5 @@
 """One gradient out of many micro-batches: the same bits however the work is divided, and the right ones."""
 
-import platform
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -216,25 +213,3 @@ def test_a_gradient_that_is_not_finite_leaves_the_others_as_they_are() -> None:
 def test_a_finite_step_has_no_bad_micro_batch(alone: tuple[str, StepResult, Tensor]) -> None:
     """A usual step counts none."""
     assert alone[1].num_bad == 0
-
-
-NUM_PAGE_FAULTS = """
-import resource, torch
-from elastic_mnist.lanes import Lanes
-
-Lanes(1)
-for _ in range(8):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(4_000_000) for _ in range(4)]
-    del blocks
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep what is freed")
-def test_memory_that_is_freed_is_kept_for_the_next_micro_batch() -> None:
-    """In a process of its own, large blocks that were freed come again without page faults, after a few rounds."""
-    told = subprocess.run([sys.executable, "-c", NUM_PAGE_FAULTS], capture_output=True, text=True, check=True).stdout
-    first, *_, last = map(int, told.split())
-    assert first > 15_000  # 64 MB in pages of 4 KiB
-    assert last < 1000

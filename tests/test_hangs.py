@@ -95,7 +95,13 @@ def test_a_job_that_does_not_get_on_stops_early(tmp_path: Path) -> None:
         assert job.finish()["num_restarts"] == 4
 
 
-@pytest.mark.parametrize(("sync", "poisoned"), [("exact", "4"), ("exact", "0"), ("allreduce", "4")])
+@pytest.mark.parametrize(
+    ("sync", "poisoned"),
+    [
+        ("exact", "4"),
+        *(pytest.param(*values, marks=pytest.mark.slow) for values in (("exact", "0"), ("allreduce", "4"))),
+    ],
+)
 def test_a_poisoned_batch_is_skipped_where_that_is_asked_for(sync: str, poisoned: str, tmp_path: Path) -> None:
     """The job goes on from the state before the bad step, tells of it, and ends the same with a kill in between."""
     options = (*OPTIONS, "--on_nonfinite=rollback", f"--gradient_sync={sync}")

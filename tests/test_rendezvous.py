@@ -76,7 +76,7 @@ from elastic_mnist import rendezvous
 
 init = rendezvous.ElasticRendezvous.__init__
 
-def observed_init(self, inner, *arguments):
+def observed_init(self, inner, *arguments, **keywords):
     settings = inner._settings
     found = {
         "keep_alive_interval": settings.keep_alive_interval.total_seconds(),
@@ -84,7 +84,7 @@ def observed_init(self, inner, *arguments):
         "last_call_timeout": settings.timeout.last_call.total_seconds(),
     }
     pathlib.Path("seen.json").write_text(json.dumps(found))
-    init(self, inner, *arguments)
+    init(self, inner, *arguments, **keywords)
 
 rendezvous.ElasticRendezvous.__init__ = observed_init
 main()
