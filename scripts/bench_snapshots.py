@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from elastic_mnist import events
+from elastic_mnist.heap import keep_freed_memory
 from elastic_mnist.job import Job, build
 from elastic_mnist.launch import Place
 from elastic_mnist.life import agree_on_start
@@ -69,6 +70,7 @@ class Bench:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
         # The agent would hold the memory; for the copy it is one whoever does.
         memory_path = f"/proc/{os.getpid()}/fd/{os.memfd_create('bench')}"
+        keep_freed_memory()
         self._job = Job(settings, replace(Place.from_environment(), memory_path=memory_path), StopRequests())
         start = agree_on_start(self._job)
         self.training, self._network = build(self._job, start, None)
