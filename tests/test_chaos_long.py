@@ -1,6 +1,6 @@
 """A hundred seeds of five faults each, of all kinds, on real MNIST.
 
-A command of its own, about a minute and a half a seed on two cores:
+A command of its own, about a minute a seed on two cores:
 
     scripts/test -m chaos tests/test_chaos_long.py -s
 
