@@ -16,7 +16,6 @@ from typing import Final, NoReturn
 from elastic_mnist.signals import SIGNALS
 
 _VARIABLE: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 _HOLD_SECONDS: Final = 5.0
 """An agent whose start takes longer waits for something, perhaps for a node that is gone; it must not be deaf."""
@@ -26,7 +25,7 @@ _WAKE: Final = signal.SIGURG
 
 
 class AgentSignals:
-    """Takes over from torchrun what the workers wait for as well, less what `nohup` had ignored.
+    """Takes over from torchrun what the workers wait for as well, less what was ignored, as `nohup` has it.
 
     Construct it, and call it, in the main thread.
     """
@@ -35,14 +34,8 @@ class AgentSignals:
         self._is_holding = False
         self._held: int | None = None
         self._overdue: threading.Timer | None = None
-        asked = {name.strip() for name in os.environ.get(_VARIABLE, _DEFAULT).split(",")}
-        ignored = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
-        ours = {number.name for number in SIGNALS}
-        self._numbers = [
-            number for number in SIGNALS if number.name in {*asked, "SIGUSR1"} and number.name not in ignored
-        ]
-        # torchrun complains of an empty list; SIGQUIT is on its own.
-        os.environ[_VARIABLE] = ",".join(sorted(asked - ours - ignored)) or "SIGQUIT"
+        self._numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        os.environ[_VARIABLE] = "SIGQUIT"  # what is left of its own list, which must not be empty
         for number in self._numbers:
             signal.signal(number, self._handle)
         signal.signal(_WAKE, lambda *_: self.release())

@@ -83,7 +83,7 @@ class Job:
 
 def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.ConvNet]:
     """Build the parts of the training, in the `state` that `start` brings."""
-    settings, world, dataset = job.settings, job.world, job.dataset
+    settings, world = job.settings, job.world
     network = model.build(settings.seed)
     if state is not None:
         with fits(start, "model"):
@@ -102,19 +102,6 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
     gradient = build_gradient(job, start, network, wrapped, lanes)
     sizes = start.record.contract
 
-    def evaluate_model() -> Evaluation:
-        return evaluate(
-            network,
-            dataset.test_images,
-            dataset.test_labels,
-            device=job.device,
-            precision=settings.precision,
-            lanes=lanes,
-            all_reduce=world.all_reduce,
-            rank=world.rank,
-            world_size=world.size,
-        )
-
     def finished_step(step: int) -> None:
         events.at_step(step)
         heart.finished(step)
@@ -122,18 +109,17 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
         job.writer.check()
 
     job.memory = open_memory(job, start)
-
     mark = open_mark(job, start)
     training = Training(
         settings=settings,
-        num_samples=len(dataset.train_labels),
+        num_samples=len(job.dataset.train_labels),
         global_batch_size=sizes["global_batch_size"],
         micro_batch_size=sizes["micro_batch_size"],
         rank=world.rank,
         world_size=world.size,
         optimizer=optimizer,
         gradient=gradient,
-        evaluate=evaluate_model,
+        evaluate=build_evaluation(job, network, lanes),
         keep=lambda training: keep(job, start, training, network),
         save=lambda training: save(job, start, training, network),
         settle=job.writer.settle,
@@ -165,6 +151,25 @@ def fits(start: Start, field: str) -> Iterator[None]:
         raise UsageError(
             f"{start.path}: its field {field} does not fit: {reason}; resume from another snapshot"
         ) from error
+
+
+def build_evaluation(job: Job, network: model.ConvNet, lanes: Lanes) -> Callable[[], Evaluation]:
+    """Return what evaluates the network on the test set; collective."""
+
+    def evaluate_network() -> Evaluation:
+        return evaluate(
+            network,
+            job.dataset.test_images,
+            job.dataset.test_labels,
+            device=job.device,
+            precision=job.settings.precision,
+            lanes=lanes,
+            all_reduce=job.world.all_reduce,
+            rank=job.world.rank,
+            world_size=job.world.size,
+        )
+
+    return evaluate_network
 
 
 def build_gradient(

@@ -24,18 +24,12 @@ import io
 import json
 import logging
 import os
-import socket
 import sys
-import threading
-import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from ipaddress import ip_address
-from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -52,10 +46,11 @@ from torch.distributed.elastic.rendezvous import (
 from elastic_mnist import launch
 from elastic_mnist.agent_signals import AgentSignals
 from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, UsageError
+from elastic_mnist.meeting import meet
 from elastic_mnist.store_watch import StoreWatch
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     from elastic_mnist.settings import Settings
     from elastic_mnist.warden import Warden
@@ -65,12 +60,6 @@ MODULE: Final = "elastic_mnist"
 # A lost node is noticed after interval x attempts; torchrun's own 5 s x 3 was most of a recovery's time.
 # Five attempts, because a busy machine may well hold up one heartbeat.
 _DEFAULTS: Final = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 1}
-
-_ANSWER_SECONDS: Final = 4.0
-"""A store answers within milliseconds; what listens and is silent for twice as long is another program."""
-
-_FIRST_NODE_SECONDS: Final = 60.0
-"""A second node may be started this long before the first one listens."""
 
 _GONE: Final = (
     "is gone: the node that hosts it has ended or cannot be reached; start the job again, it goes on from its newest "
@@ -86,13 +75,8 @@ _ENDS: Final[dict[type[Exception], str]] = {
 }
 """Ways in which a rendezvous ends for a node, and what can be done about it."""
 
-Value = TypeVar("Value")
 Creator = Callable[[RendezvousParameters], RendezvousHandler]
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-
-class _NotHostedError(RendezvousConnectionError):
-    """The store can be neither hosted nor reached; says why it cannot be hosted."""
 
 
 class RendezvousOverError(RendezvousError):
@@ -209,11 +193,12 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for key, value in _DEFAULTS.items():
         parameters.config.setdefault(key, value)
-    if _is_in_file(parameters):
-        _check_file(parameters.endpoint)
-    backend, store = _meet(parameters.endpoint, lambda: _host_or_join(parameters))
-    if options is not None:
-        _check_same_job(store, parameters, options)
+    try:
+        backend, store = meet(parameters)
+        if options is not None:
+            _check_same_job(store, parameters, options)
+    except UsageError as error:
+        _end(str(error))
     location, watch = parameters.endpoint, None
     if isinstance(store, TCPStore):
         location = f"{store.host}:{store.port}"
@@ -229,45 +214,8 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     return ElasticRendezvous(handler, parameters.backend, options, store, location, watch=watch)
 
 
-def _is_in_file(parameters: RendezvousParameters) -> bool:
-    """Whether the store is a file; as torch reads it."""
-    return (parameters.get("store_type") or "").strip().lower() == "file"
-
-
-def _check_file(path: str) -> None:
-    """End the agent where the rendezvous' file cannot be used: torch would wait for it, or take one of its own."""
-    if not path:
-        _end("--rdzv_endpoint: is missing; name a file that all nodes see")
-    directory = Path(path).absolute().parent
-    if not os.access(path if Path(path).exists() else directory, os.W_OK):
-        _end(f"--rdzv_endpoint {path}: cannot be written to; name a file in a directory that is there")
-
-
-def _host_or_join(parameters: RendezvousParameters) -> "tuple[RendezvousBackend, Store]":
-    """Return the rendezvous' backend and store; host the store where the endpoint is an address of this machine.
-
-    torch looks only at the addresses that the machine's name leads to: no node would host another one, and a name that
-    leads nowhere would be the end.
-    """
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend  # noqa: PLC0415
-
-    if _is_in_file(parameters) or parameters.get("is_host") is not None:
-        return create_backend(parameters)
-    parameters.config["is_host"] = _is_own(parameters.endpoint)
-    if not parameters.config["is_host"]:
-        return create_backend(parameters)
-    try:
-        return create_backend(parameters)
-    except RendezvousConnectionError as error:  # another node of this machine listens there, perhaps
-        parameters.config["is_host"] = False
-        try:
-            return create_backend(parameters)
-        except RendezvousConnectionError:
-            raise _NotHostedError(str(error.__cause__ or error).partition("\n")[0][:200]) from None
-
-
 def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Settings") -> None:
-    """End the agent where a job under other settings runs here already, before it disturbs that.
+    """Raise `UsageError` where a job under other settings runs here already, before this one disturbs it.
 
     The first agent leaves its settings in the rendezvous' store.
     """
@@ -278,14 +226,14 @@ def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Se
     if changed:
         texts = "; ".join(f"{name} is {mine[name]} here and {theirs.get(name)} there" for name in changed)
         other = "--master_port" if isinstance(store, TCPStore) else "--rdzv_id"
-        _end(
+        raise UsageError(
             f"{parameters.endpoint}: a job under other settings runs there: {texts}; start its nodes with the same "
             f"options, or another job with another {other}"
         )
 
 
 class StaticRendezvous(RendezvousHandler):
-    """A rendezvous that ends its agent where a worker has said that starting it again is of no use.
+    """A rendezvous whose agent serves its workers, holds signals while it starts them, and ends where one is refused.
 
     Args:
         inner: does the work.
@@ -340,7 +288,11 @@ class StaticRendezvous(RendezvousHandler):
         if self._signals is not None:
             self._signals.forget()
         self._end_if_refused()
-        return self._inner.shutdown()
+        return self._is_others_job() or self._inner.shutdown()
+
+    def _is_others_job(self) -> bool:
+        """Whether this node alone ends, and the job goes on without it."""
+        return False
 
     def get_backend(self) -> str:
         """Return the name torchrun asked for."""
@@ -434,20 +386,18 @@ class ElasticRendezvous(StaticRendezvous):
             return super().num_nodes_waiting()
 
     def shutdown(self) -> bool:
-        """Close the rendezvous; the agent calls this last.
-
-        Not where this node alone has failed for good, and the others are enough: their job is not over for that, unless
-        it is this node that hosts the store.
-        """
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - only at the end
-
-        is_failure = isinstance(sys.exc_info()[1], ChildFailedError)
+        """Close the rendezvous; the agent calls this last."""
         try:
-            self._end_if_refused()
-            return (is_failure and self._num_others >= self._min_nodes) or super().shutdown()
+            return super().shutdown()
         finally:
             if self._watch is not None:
                 self._watch.close()
+
+    def _is_others_job(self) -> bool:
+        """Whether this node has failed for good and the others are enough; if it hosts the store, they end as well."""
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - only at the end
+
+        return isinstance(sys.exc_info()[1], ChildFailedError) and self._num_others >= self._min_nodes
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -472,65 +422,6 @@ def _serve_workers(options: "Settings") -> "Warden | None":
     warden = Warden(hang_timeout=options.hang_timeout, event_log=options.event_log_path)
     os.environ[launch.PULSE] = warden.path
     return warden
-
-
-def _meet(endpoint: str, connect: Callable[[], Value]) -> Value:  # noqa: RET503 - `_end` does not return
-    """Return what `connect` returns; end the agent with the reason where it cannot.
-
-    torch's client waits without end for the answer of a server that is no store, so it waits in a thread.
-    """
-    answers: SimpleQueue[Value | Exception] = SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put(connect())
-        except Exception as error:  # noqa: BLE001 - carried to the main thread, whatever it is
-            answers.put(error)
-
-    threading.Thread(target=ask, daemon=True).start()
-    deadline = time.monotonic() + _FIRST_NODE_SECONDS
-    was_listening = False  # seen twice, because the first node may have begun a moment ago
-    while time.monotonic() < deadline:
-        with contextlib.suppress(Empty):
-            answer = answers.get(timeout=_ANSWER_SECONDS)
-            if isinstance(answer, _NotHostedError):
-                _end(f"{endpoint}: cannot be listened at: {answer}; choose another --master_port")
-            if isinstance(answer, RendezvousConnectionError):
-                break
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-        is_listening = _is_listening(endpoint)
-        if is_listening and was_listening:
-            _end(f"{endpoint}: another program holds this port; choose another with --master_port or --rdzv_endpoint")
-        was_listening = is_listening
-    _end(f"{endpoint}: nobody listens there; start the first node first, or correct --master_addr")
-
-
-def _is_listening(endpoint: str) -> bool:
-    host, _, port = endpoint.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=1):
-            return True
-    except (OSError, ValueError):
-        return False
-
-
-def _is_own(endpoint: str) -> bool:
-    """Whether an endpoint is this machine: by its name, or an address that it reaches from that same address."""
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint  # noqa: PLC0415 - an agent's alone
-
-    host, _ = parse_rendezvous_endpoint(endpoint, default_port=0)
-    if host == socket.gethostname():
-        return True
-    with contextlib.suppress(OSError, UnicodeError):  # an unknown host, or no host's name
-        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends nothing
-                own = ip_address(address[0])
-                if own.is_loopback or own.is_unspecified or probe.getsockname()[0] == address[0]:
-                    return True
-    return False
 
 
 def _say(message: str) -> None:

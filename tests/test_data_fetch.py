@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from harness import eventually
 from test_data import IMAGES, LABELS, load_all, small_set, tree, write_files
 
 from elastic_mnist import data
@@ -115,14 +115,6 @@ def mirror(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 def use(monkeypatch: pytest.MonkeyPatch, mirror: Mirror, *behaviours: str) -> None:
     """Set the mirrors to those that behave so, in this order."""
     monkeypatch.setenv("ELASTIC_MNIST_MIRRORS", ",".join(mirror.url(behaviour) for behaviour in behaviours))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return once the condition holds; fail after a minute."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.01)
 
 
 LOADER = """
@@ -262,7 +254,7 @@ def test_four_processes_fetch_once(tmp_path: Path, mirror: Mirror, monkeypatch: 
     """Of four processes that start at once on an empty directory one fetches, and all load the same bytes."""
     use(monkeypatch, mirror, "held")
     loaders = [Loader(tmp_path / "data", tmp_path / f"log{number}") for number in range(4)]
-    wait_until(lambda: sum(loader.says("data.waiting") for loader in loaders) == 3)
+    eventually(lambda: sum(loader.says("data.waiting") for loader in loaders) == 3)
     mirror.released.set()
 
     results = [loader.result() for loader in loaders]
@@ -276,7 +268,7 @@ def test_four_processes_fail_once(tmp_path: Path, mirror: Mirror, monkeypatch: p
     """Those who waited for a fetch that failed give up with its reason instead of trying one after the other."""
     use(monkeypatch, mirror, "held_503")
     loaders = [Loader(tmp_path / "data", tmp_path / f"log{number}") for number in range(4)]
-    wait_until(lambda: sum(loader.says("data.waiting") for loader in loaders) == 3)
+    eventually(lambda: sum(loader.says("data.waiting") for loader in loaders) == 3)
     mirror.released.set()
     assert [loader.result()[0] for loader in loaders] == [1, 1, 1, 1]
     assert all(loader.says("HTTP Error 503") for loader in loaders)
@@ -296,7 +288,7 @@ def test_killed_in_the_middle_of_a_download(tmp_path: Path, mirror: Mirror, monk
     """After SIGKILL with a file half received there is no file of that name, and the next process succeeds."""
     use(monkeypatch, mirror, "stall")
     loader = Loader(tmp_path / "data", tmp_path / "log")
-    wait_until(lambda: len(mirror.requests) == 1)
+    eventually(lambda: len(mirror.requests) == 1)
     loader.kill()
     assert not list((tmp_path / "data").rglob("*ubyte*"))
 
@@ -308,7 +300,7 @@ def test_killed_in_the_middle_of_a_write(tmp_path: Path, mirror: Mirror) -> None
     """After SIGKILL with a file half written nobody believes the half, and the next process removes it."""
     raw_dir = tmp_path / "data" / "MNIST" / "raw"
     loader = Loader(tmp_path / "data", tmp_path / "log", "die_in_write")
-    wait_until(lambda: loader.says("half written"))
+    eventually(lambda: loader.says("half written"))
     loader.kill()
     (half,) = raw_dir.iterdir()
     assert half.stat().st_size == len(small_set()[1][IMAGES]) // 2

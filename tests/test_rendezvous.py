@@ -16,7 +16,7 @@ from harness import SMALL, TORCHRUN, Job, free_port, plain, standalone, torchrun
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from elastic_mnist import launch, rendezvous
+from elastic_mnist import launch, meeting, rendezvous
 
 # 10 steps of one epoch, the last one short.
 OPTIONS = (*SMALL, "--dataset=synthetic", "--train_samples=600", "--test_samples=60", "--epochs=1")
@@ -214,7 +214,7 @@ def test_another_program_by_the_named_backend_is_not_deaf(tmp_path: Path) -> Non
 )
 def test_which_endpoint_is_this_machine(endpoint: str, is_own: bool) -> None:
     """An endpoint as torch reads it, by any address or name of this machine; one that leads nowhere is no error."""
-    assert rendezvous._is_own(endpoint) == is_own
+    assert meeting.is_own(endpoint) == is_own
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
