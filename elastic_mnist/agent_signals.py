@@ -5,7 +5,8 @@ them: the agent does not know of them yet, ends without asking them to stop, and
 is in the node's memory alone. So a signal waits there until the agent looks after its workers again; it passes it on
 then. The workers begin with these signals blocked, and so do not die of one before they can wait for it (`signals`).
 
-torchrun is told to leave these signals alone through its documented variable.
+Which signals there are is for torchrun's `--signals_to_handle` to say. It arrives in a variable, set anew by each
+launcher, through which torchrun is told in turn to leave these alone.
 """
 
 import os
@@ -16,6 +17,7 @@ from typing import Final, NoReturn
 from elastic_mnist.signals import SIGNALS
 
 _VARIABLE: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 _HOLD_SECONDS: Final = 5.0
 """An agent whose start takes longer waits for something, perhaps for a node that is gone; it must not be deaf."""
@@ -25,7 +27,7 @@ _WAKE: Final = signal.SIGURG
 
 
 class AgentSignals:
-    """Takes over from torchrun what the workers wait for as well, less what was ignored, as `nohup` has it.
+    """Takes over from torchrun what the workers wait for as well, less what `nohup` had ignored.
 
     Construct it, and call it, in the main thread.
     """
@@ -34,8 +36,14 @@ class AgentSignals:
         self._is_holding = False
         self._held: int | None = None
         self._overdue: threading.Timer | None = None
-        self._numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        os.environ[_VARIABLE] = "SIGQUIT"  # what is left of its own list, which must not be empty
+        asked = {name.strip() for name in os.environ.get(_VARIABLE, _DEFAULT).split(",")}
+        ignored = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
+        ours = {number.name for number in SIGNALS}
+        self._numbers = [
+            number for number in SIGNALS if number.name in {*asked, "SIGUSR1"} and number.name not in ignored
+        ]
+        # torchrun complains of an empty list; SIGQUIT is on its own.
+        os.environ[_VARIABLE] = ",".join(sorted(asked - ours - ignored)) or "SIGQUIT"
         for number in self._numbers:
             signal.signal(number, self._handle)
         signal.signal(_WAKE, lambda *_: self.release())

@@ -84,16 +84,6 @@ def test_a_signal_to_the_agent_or_to_the_group_stops_the_job(sign: signal.Signal
             assert not any(map(alive, workers))
 
 
-def test_an_agent_below_a_worker_hears_its_signals(tmp_path: Path) -> None:
-    """What its parent's agent has left for torchrun in the environment, a list without them, makes no difference."""
-    inherited = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
-    with Job(tmp_path, tmp_path, standalone(2, max_restarts=0), OPTIONS, inherited) as job:
-        job.wait_for_step(5)
-        job.process.send_signal(signal.SIGTERM)
-        assert job.wait(within=20) == STOPPED
-        check_stop(job)
-
-
 def test_nohup_is_heeded(tmp_path: Path) -> None:
     """A job started to outlive its terminal does: SIGHUP to the whole group changes nothing."""
     with Job(tmp_path, tmp_path, ("nohup", *standalone(2, max_restarts=0)), OPTIONS) as job:
