@@ -35,7 +35,6 @@ def test_killed_worker_is_replaced(rank: int, mnist_dir: Path, tmp_path: Path, u
         assert resumed["num_lost_steps"] >= reached - resumed["step"]
         assert finished["num_lost_steps"] == resumed["num_lost_steps"]
         assert finished["num_restarts"] == 1
-        assert [event["epoch"] for event in job.events("epoch.finished")] == [1, 2]
         assert finished["step"] == 32
         assert finished["weights_sha256"] == undisturbed_sha256
 
