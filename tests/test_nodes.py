@@ -25,14 +25,16 @@ def test_join_and_leave_in_mid_epoch(
     with agent(tmp_path, mnist_dir, port) as first:
         first.wait_for_step(7)
         with agent(tmp_path, mnist_dir, port) as second:
-            first.wait_for_step(6, generation=1)
+            # On a busy machine the first one may begin anew more than once before the other takes part.
+            eventually(lambda: any(event["world_size"] == 2 for event in first.events("run.started")))
+            generation, step = first.progress()
+            first.wait_for_step(step + 1, generation=generation)
             second.process.send_signal(sign)
             second.wait()
         finished = first.finish()
-        assert first.events("run.stopped")[0]["reason"].endswith("while a node waits to join")
-        starts = first.events("run.started")
-        assert [event["world_size"] for event in starts[:2]] == [1, 2]
-        assert starts[-1]["world_size"] == 1
+        assert any(event["reason"].endswith("while a node waits to join") for event in first.events("run.stopped"))
+        sizes = [event["world_size"] for event in first.events("run.started")]
+        assert (sizes[0], max(sizes), sizes[-1]) == (1, 2, 1)
         resumes = first.events("run.resumed")
         assert len(resumes) >= 2
         for resumed in resumes:

@@ -98,7 +98,7 @@ def _site_without_package(tmp_path: Path) -> Path:
 
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     there = tmp_path / "venv" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    for here in map(Path, site.getsitepackages()):
+    for here in filter(Path.is_dir, map(Path, site.getsitepackages())):  # Debian names some that are not there
         for entry in here.iterdir():
             target = there / entry.name
             if "elastic_mnist" not in entry.name and not target.exists():
