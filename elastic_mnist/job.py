@@ -5,9 +5,7 @@ it.
 """
 
 import contextlib
-import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
@@ -17,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_mnist import data, environment, events, model
 from elastic_mnist.allreduce import AllReduceGradient
-from elastic_mnist.errors import TrainingError, UsageError
+from elastic_mnist.errors import UsageError
 from elastic_mnist.evaluation import Evaluation, evaluate
 from elastic_mnist.gradients import ExactGradient, GradientSync, Problem
 from elastic_mnist.lanes import Lanes
@@ -27,12 +25,11 @@ from elastic_mnist.pulse import heart
 from elastic_mnist.sampler import Step
 from elastic_mnist.settings import Settings
 from elastic_mnist.signals import StopRequests
-from elastic_mnist.snapshots import contract
-from elastic_mnist.snapshots.durable import DurableTier, Manifest
+from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.memory import MemoryTier
 from elastic_mnist.snapshots.record import ProgressMark
 from elastic_mnist.snapshots.resume import Start
-from elastic_mnist.snapshots.state import State, detached, pack, position_of
+from elastic_mnist.snapshots.state import State, detached, position_of
 from elastic_mnist.snapshots.storage import open_storage
 from elastic_mnist.snapshots.writer import BackgroundWriter, Write
 from elastic_mnist.trainer import Progress, Training
@@ -245,21 +242,7 @@ def save(job: Job, start: Start, training: Training, network: model.ConvNet) -> 
     check_claim = start.claim.check
 
     def write() -> None:
-        if not all(tensor.isfinite().all() for tensor in state["model"].values()):
-            raise TrainingError(f"step {state['step']}: the weights are not finite; nothing of it was saved")
-        data = pack(state)
-        manifest = Manifest(
-            **vars(position_of(state)),
-            size_bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            weights_sha256=model.weights_sha256(state["model"]),
-            settings_fingerprint=contract.fingerprint(state["contract"]),
-            run_id=state["run_id"],
-            generation=state["generation"],
-            created_at=time.time(),
-            test_accuracy=state["progress"]["test_accuracy"],
-        )
-        job.tier.save(data, manifest, check_claim)
+        job.tier.save_state(state, check_claim)
 
     step = training.position.step
     job.writer.submit(Write(step=step, path=job.tier.path(step), run=write))

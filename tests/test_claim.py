@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from elastic_mnist import launch
 from elastic_mnist.errors import Fenced, StoreError, UsageError
 from elastic_mnist.snapshots import record as run_record
-from elastic_mnist.snapshots.claim import Claim, Holder, is_alive
+from elastic_mnist.snapshots.claim import Claim, Holder, is_alive, is_late
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.resume import Start
@@ -32,11 +32,13 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return LocalStorage(tmp_path / "snapshots") if request.param == "local" else open_storage(f"memory://{tmp_path}")
 
 
-def claimed(storage: Storage, generation: int, *, job_id: str = "job", run_id: str = "run") -> Claim:
+def claimed(
+    storage: Storage, generation: int, *, job_id: str = "job", run_id: str = "run", began_at: int | None = None
+) -> Claim:
     """Claim a place as a generation does, on top of what lies there."""
     record = RunRecord.new({"seed": 0}, started_at=1.0)
     holder = replace(HOLDER, job_id=job_id).to_plain()
-    record = replace(record, run_id=run_id, generation=generation, holder=holder)
+    record = replace(record, run_id=run_id, generation=generation, holder=holder, began_at=began_at)
     storage.create()
     claim = Claim(storage, record, storage.version(run_record.NAME))
     claim.take()
@@ -200,14 +202,15 @@ class Interrupted(Storage):
 
 
 @pytest.mark.parametrize("afterwards", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("newer_step", [5, 9], ids=["same-step", "later-step"])
+@pytest.mark.parametrize("newer_step", [3, 5, 9], ids=["earlier-step", "same-step", "later-step"])
 def test_a_writer_that_wakes_up_late_spoils_nothing(newer_step: int, tmp_path: Path, *, afterwards: bool) -> None:
     """Stopped before or after any operation of a save, while the next generation claims the place and saves.
 
-    Whatever the late writer then does, the newest snapshot is the next generation's, or that of the same step that was
-    committed before it came, whole; and the late one is told that it is over, or had ended.
+    That one goes on from step 1, which it has seen. Whatever the late writer then does, the newest snapshot is the next
+    generation's, or that of the same step that was committed before it came, whole; and the late one is told that it is
+    over, or had ended. Where its own snapshot was committed all the same, and is another step's, that is rejected.
     """
-    num_fenced = 0
+    num_fenced = num_rejected = 0
     for at in count():
         storage = LocalStorage(tmp_path / str(at))
         old = claimed(storage, 0)
@@ -215,7 +218,7 @@ def test_a_writer_that_wakes_up_late_spoils_nothing(newer_step: int, tmp_path: P
         done: list[Claim] = []
 
         def work(storage: Storage = storage, done: list[Claim] = done) -> None:
-            done.append(claimed(storage, 1))
+            done.append(claimed(storage, 1, began_at=1))
             save(storage, done[0], newer_step)
 
         interrupted = Interrupted(storage, at, work, afterwards=afterwards)
@@ -232,9 +235,14 @@ def test_a_writer_that_wakes_up_late_spoils_nothing(newer_step: int, tmp_path: P
             break
         done[0].check()
         tier = DurableTier(storage)
+        was_committed = newer_step != 5 and "step-00000005.json" in storage.names()
+        recorded = run_record.read(storage)
         with capture_logs() as events:
-            newest = tier.newest_valid()
-        assert events == []  # nothing was damaged
+            newest = tier.newest_valid(is_late=lambda manifest, recorded=recorded: is_late(manifest, recorded))  # type: ignore[misc]
+        rejected = [("snapshot.rejected", storage.path("step-00000005.pt"))] if was_committed else []
+        assert [(event["event"], event["path"]) for event in events] == rejected  # and nothing was damaged
+        assert ("step-00000005.json.rejected" in storage.names()) == was_committed
+        num_rejected += was_committed
         assert newest is not None
         assert newest.state["step"] == newer_step
         save(storage, done[0], 10)  # clears away what the late writer may have left without its data
@@ -242,6 +250,21 @@ def test_a_writer_that_wakes_up_late_spoils_nothing(newer_step: int, tmp_path: P
             tier.load(manifest)
     assert at > 8
     assert num_fenced > 4
+    assert (num_rejected > 0) == (newer_step != 5)
+
+
+def test_what_an_older_generation_saved_is_late_beyond_where_the_recorded_one_began() -> None:
+    """At that step or before it, it is what was gone on from; another run's or a later generation's is not late."""
+    record = replace(RunRecord.new({}, started_at=1.0), run_id="run", generation=2, began_at=5)
+    manifest = manifest_of(small_state(6), pack(small_state(6)), run_id="run", generation=1)
+    assert is_late(manifest, record)
+    assert is_late(replace(manifest, generation=0), record)
+    assert not is_late(replace(manifest, step=5), record)
+    assert not is_late(replace(manifest, run_id="another"), record)
+    for generation in (2, 3):
+        assert not is_late(replace(manifest, generation=generation), record)
+    assert not is_late(manifest, replace(record, began_at=None))  # an older program's record does not say
+    assert not is_late(manifest, None)
 
 
 def job_of(pid: int) -> Holder:

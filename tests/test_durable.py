@@ -1,10 +1,14 @@
 """The durable tier: the manifest is the commit, and nothing damaged is ever believed."""
 
+import hashlib
 import io
+import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -13,9 +17,10 @@ from structlog.testing import capture_logs
 
 from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.sampler import Position
-from elastic_mnist.snapshots.durable import DurableTier, Manifest, find
-from elastic_mnist.snapshots.state import FORMAT, VERSION, pack
+from elastic_mnist.snapshots.durable import DurableTier, Manifest, Snapshot, find
+from elastic_mnist.snapshots.state import FORMAT, VERSION, State, pack
 from elastic_mnist.snapshots.storage import LocalStorage, Storage, open_storage
+from elastic_mnist.tools import listing
 
 DATA_5, MANIFEST_5 = "step-00000005.pt", "step-00000005.json"
 DATA_9, MANIFEST_9 = "step-00000009.pt", "step-00000009.json"
@@ -204,11 +209,90 @@ def test_a_position_that_is_not_the_manifests_is_refused(storage: LocalStorage) 
         DurableTier(storage).load(manifest)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 1 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+        RuntimeError("a bug of this very version of torch"),
+    ],
+    ids=["memory", "torch's allocator", "torch's bug"],
+)
+def test_whole_data_that_cannot_be_read_here_is_no_damage(
+    error: Exception, storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its SHA-256 says, it is whole: a StoreError names its path, nothing is told as rejected, nothing set aside."""
+    commit(storage, 5)
+    manifest = commit(storage, 9)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    num_loads = 0
+
+    def load(*_: object, **__: object) -> NoReturn:
+        nonlocal num_loads
+        num_loads += 1
+        raise error
+
+    with monkeypatch.context() as patched, capture_logs() as events:
+        patched.setattr(torch, "load", load)
+        tier = DurableTier(storage)
+        for read in (tier.newest_valid, lambda: tier.load(manifest), lambda: commit(storage, 9)):
+            with pytest.raises(StoreError, match=f"^{tmp_path}/{DATA_9}: whole, as its SHA-256 says, but [^\n]+$"):
+                read()
+    assert num_loads == 3
+    assert events == []
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert newest_step(storage) == 9
+
+
+STATE_13 = small_state(13)
+EVALUATED_13 = small_state(13, progress={"loss": 0.5, "num_steps": 13, "test_accuracy": 0.9})
+
+
+def manifest_13(state: State) -> Manifest:
+    """Return the manifest of one of the states of step 13."""
+    return manifest_of(state, pack(state), test_accuracy=state["progress"].get("test_accuracy"))
+
+
 @pytest.mark.parametrize("accuracy", [None, 0.1 + 0.2, 1.0])
 def test_a_manifest_is_read_as_it_was_written(accuracy: float | None) -> None:
     """Every field comes back, a missing accuracy and one of many digits too."""
     manifest = manifest_of(small_state(5), pack(small_state(5)), test_accuracy=accuracy)
     assert Manifest.from_json(manifest.to_json(), MANIFEST_5) == manifest
+
+
+def test_a_manifest_is_read_with_the_one_that_it_replaces() -> None:
+    """Every field of both comes back."""
+    manifest = replace(manifest_13(EVALUATED_13), replaces=manifest_13(STATE_13))
+    assert Manifest.from_json(manifest.to_json(), "step-00000013.json") == manifest
+
+
+def test_no_flipped_bit_of_a_manifest_that_replaces_another_goes_unseen() -> None:
+    """Each bit in turn, flipped, also of what is replaced, makes it one that is not to be believed."""
+    whole = replace(manifest_13(EVALUATED_13), replaces=manifest_13(STATE_13)).to_json()
+    Manifest.from_json(whole, "step-00000013.json")
+    for place in range(len(whole)):
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1 << bit
+            with pytest.raises(SnapshotError):
+                Manifest.from_json(bytes(flipped), "step-00000013.json")
+
+
+def test_a_manifest_that_replaces_none_is_that_of_older_programs() -> None:
+    """Eleven facts and their digest, and no word of another: either program reads what the other has written."""
+    manifest = manifest_of(small_state(5), pack(small_state(5)))
+    names = (
+        *("step", "epoch", "samples_in_epoch", "size_bytes", "sha256", "weights_sha256", "settings_fingerprint"),
+        *("run_id", "generation", "created_at", "test_accuracy"),
+    )
+    facts = {name: getattr(manifest, name) for name in names}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    older = json.dumps({**facts, "manifest_sha256": digest}, indent=1).encode() + b"\n"
+    assert Manifest.from_json(older, MANIFEST_5) == manifest
+    assert manifest.to_json() == older
 
 
 def test_a_manifest_knows_its_position() -> None:
@@ -307,6 +391,96 @@ def test_a_fault_at_any_operation_of_a_save_leaves_the_old_snapshot_or_the_new_o
     # listing, and the removal of five files of steps 1, 3 and 5.
     assert found == [9 if index > 5 or (index == 5 and is_done) else 5 for index in range(len(found))]
     assert len(found) == 1 + 6 + 1 + 5
+
+
+def newest_13(storage: Storage) -> Snapshot:
+    """Return the newest snapshot, one of the states of step 13, whole and under its own manifest; none is rejected."""
+    with capture_logs() as events:
+        newest = DurableTier(storage).newest_valid()
+    assert events == []
+    assert newest is not None
+    assert newest.data in (pack(STATE_13), pack(EVALUATED_13))
+    assert newest.manifest == manifest_13(newest.state)
+    return newest
+
+
+def save_13(storage: Storage, state: State) -> None:
+    """Save one of the states of step 13."""
+    DurableTier(storage, keep_last=1).save(pack(state), manifest_13(state))
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("raises", [StoreError("no access"), Killed()], ids=["error", "kill"])
+def test_a_fault_at_any_operation_of_saving_a_step_again_leaves_the_old_state_or_the_new_one(
+    raises: BaseException, tmp_path: Path, *, is_done: bool
+) -> None:
+    """Another state of a step that is committed: at no moment is there none, and no doubt about the one there is.
+
+    Failed before or after each operation in turn, and after a later save without faults, which makes it the new one.
+    """
+    found = []
+    for at in count():
+        storage = LocalStorage(tmp_path / str(at))
+        storage.create()
+        save_13(storage, STATE_13)
+        fault = Fault(at=at, raises=raises, is_done=is_done)
+        try:
+            save_13(FaultyStorage(storage, fault), EVALUATED_13)
+        except (StoreError, Killed):
+            has_failed = True
+        else:
+            has_failed = False
+        if not fault.num_fired:  # it has no more operations
+            break
+        found.append(newest_13(storage).data == pack(EVALUATED_13))
+        assert found[-1] or has_failed
+        assert listing.look(storage.location, verify=True).verdict == "whole"
+        save_13(storage, EVALUATED_13)
+        assert newest_13(storage).data == pack(EVALUATED_13)
+        assert listing.look(storage.location, verify=True).verdict == "whole"
+        assert sorted(storage.names()) == ["step-00000013.json", "step-00000013.pt"]
+    # A look for the manifest and for its data; then manifest and data are each looked at, put and read back; then a
+    # listing, with nothing to remove.
+    assert found == [index > 6 or (index == 6 and is_done) for index in range(len(found))]
+    assert len(found) == 2 + 6 + 1
+
+
+def test_a_step_that_was_saved_again_is_listed_as_the_state_that_is_there(storage: LocalStorage) -> None:
+    """Also where only the manifest was written: `elastic-mnist inspect` shows the accuracy of what a job would load."""
+    save_13(storage, STATE_13)
+    fault = Fault(at=1, of=("put_if",), raises=StoreError("disk full"))
+    with pytest.raises(StoreError, match="disk full"):
+        save_13(FaultyStorage(storage, fault), EVALUATED_13)
+    assert fault.num_fired == 1
+    for state in (STATE_13, EVALUATED_13):
+        (entry,) = listing.look(storage.location, verify=True).entries
+        assert newest_13(storage).data == pack(state)
+        assert entry.test_accuracy == manifest_13(state).test_accuracy
+        save_13(storage, EVALUATED_13)
+
+
+def test_the_same_state_saved_again_is_not_written_again(storage: LocalStorage, tmp_path: Path) -> None:
+    """A first try that was not lost, its answer alone, is the snapshot: no file changes."""
+    save_13(storage, EVALUATED_13)
+    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    save_13(storage, EVALUATED_13)
+    assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
+
+
+def test_a_third_state_of_a_step_replaces_the_one_that_is_there(storage: LocalStorage) -> None:
+    """After a save of the second broke off between its two writes, the first is there until the third is."""
+    third = small_state(13, progress={"loss": 0.5, "num_steps": 13, "test_accuracy": 0.8})
+    save_13(storage, STATE_13)
+    for at in (0, 1):
+        fault = Fault(at=1, of=("put_if",), raises=Killed())
+        with pytest.raises(Killed):
+            save_13(FaultyStorage(storage, fault), (EVALUATED_13, third)[at])
+        assert fault.num_fired == 1
+        assert newest_13(storage).data == pack(STATE_13)
+    save_13(storage, third)
+    newest = DurableTier(storage).newest_valid()
+    assert newest is not None
+    assert (newest.data, newest.manifest) == (pack(third), manifest_13(third))
 
 
 @pytest.mark.parametrize("instead", [None, b"", b"damaged"], ids=["nothing", "empty", "damaged"])

@@ -1,16 +1,19 @@
 """Where a generation goes on from: every case of a start."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from places import Place
+from places import HOLDER, Place
 from states import Fault, FaultyStorage, small_state
+from structlog.testing import capture_logs
 
 from elastic_mnist.errors import StoreError, UsageError
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier
-from elastic_mnist.snapshots.state import pack
+from elastic_mnist.snapshots.resume import Offer, Start
+from elastic_mnist.snapshots.state import pack, position_of
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def test_a_run_killed_before_its_first_snapshot_goes_on_as_the_same_run(place: P
     """Its name is kept, and its generation counted."""
     first, second = place.decide(), place.decide()
     assert (second.source, second.data) == ("fresh", None)
-    assert second.record == replace(first.record, generation=1)
+    assert second.record == replace(first.record, generation=1, reached=0)
     assert place.record() == second.record
 
 
@@ -96,7 +99,7 @@ def test_a_resumed_run_is_the_same_run(at_step_5: Place) -> None:
     """Name, start and contract are kept, and the generation is counted and written down."""
     before = at_step_5.record()
     start = at_step_5.decide(world_size=4)
-    assert start.record == at_step_5.record() == replace(before, generation=1)
+    assert start.record == at_step_5.record() == replace(before, generation=1, began_at=5)
 
 
 def test_generations_are_counted_on(at_step_5: Place) -> None:
@@ -128,7 +131,7 @@ def test_a_run_killed_before_its_last_word_goes_on_to_say_it(tmp_path: Path) -> 
     start = place.decide(epochs=2)
     assert (start.finished, start.source) == (None, "storage")
     assert start.data == pack(small_state(26, run_id=before.run_id))
-    assert start.record == place.record() == replace(before, generation=1)
+    assert start.record == place.record() == replace(before, generation=1, began_at=26)
 
 
 def test_more_epochs_are_harmless(tmp_path: Path) -> None:
@@ -138,7 +141,7 @@ def test_more_epochs_are_harmless(tmp_path: Path) -> None:
     start = place.decide(epochs=3)
     assert (start.finished, start.source) == (None, "storage")
     assert start.data == pack(small_state(26, run_id=before.run_id))
-    assert start.record == place.record() == replace(before, generation=1, is_finished=False)
+    assert start.record == place.record() == replace(before, generation=1, is_finished=False, began_at=26)
 
 
 def test_a_finished_run_that_lost_its_snapshots_still_has_a_state(place: Place, tmp_path: Path) -> None:
@@ -192,7 +195,7 @@ def test_where_all_snapshots_are_damaged_the_run_begins_again_as_itself(at_step_
     for generation in (1, 2):
         start = at_step_5.decide(world_size=2)
         assert (start.source, start.data) == ("fresh", None)
-        assert start.record == replace(before, generation=generation)
+        assert start.record == replace(before, generation=generation, reached=0, num_stalled=generation - 1)
 
 
 def test_where_all_snapshots_are_damaged_other_settings_are_refused(at_step_5: Place) -> None:
@@ -232,3 +235,134 @@ def test_a_file_in_the_way_of_the_snapshots_is_a_store_error(place: Place) -> No
     place.directory.write_bytes(b"")
     with pytest.raises(StoreError, match=f"^--snapshot_path {place.directory}: "):
         place.decide()
+
+
+def offered(place: Place, step: int) -> Offer:
+    """Return what the node of rank 0 offers of its memory tier: the recorded generation's state of a step."""
+    return Offer(rank=0, record=place.record(), position=position_of(small_state(step)))
+
+
+@pytest.fixture
+def at_steps_3_and_5(tmp_path: Path) -> Place:
+    """A place with a run's record and its snapshots of steps 3 and 5."""
+    place = Place.at_step(tmp_path, 3)
+    place.commit(5, run_id=place.record().run_id)
+    return place
+
+
+def test_a_snapshot_of_the_step_that_memory_holds_needs_no_second_one(at_steps_3_and_5: Place) -> None:
+    """The memory is gone on from, what is saved is that step, and nothing is rejected."""
+    with capture_logs() as events:
+        start = at_steps_3_and_5.decide(offers=[offered(at_steps_3_and_5, 5)])
+    assert (start.source, start.holder, start.data) == ("memory", 0, None)
+    assert start.saved == position_of(small_state(5))
+    assert events == []
+
+
+@pytest.mark.parametrize("data", [b"", b"damaged", None], ids=["empty", "damaged", "missing"])
+def test_a_damaged_snapshot_of_the_step_that_memory_holds_is_not_counted_upon(
+    data: bytes | None, at_steps_3_and_5: Place
+) -> None:
+    """It is told as rejected, and what is saved is the one before: so that step will be saved again."""
+    path = at_steps_3_and_5.directory / "step-00000005.pt"
+    path.unlink() if data is None else path.write_bytes(data)
+    with capture_logs() as events:
+        start = at_steps_3_and_5.decide(offers=[offered(at_steps_3_and_5, 5)])
+    assert (start.source, start.saved) == ("memory", position_of(small_state(3)))
+    assert [(event["event"], event["path"]) for event in events] == [("snapshot.rejected", str(path))]
+
+
+def test_a_damaged_snapshot_that_cannot_be_set_aside_is_not_counted_upon_either(at_steps_3_and_5: Place) -> None:
+    """In a store that lets nobody rename, too, what is saved is the one before."""
+    (at_steps_3_and_5.directory / "step-00000005.pt").write_bytes(b"damaged")
+    fault = Fault(at=None, of=("rename",), raises=StoreError("no renames today"))
+    storage = FaultyStorage(at_steps_3_and_5.storage, fault)
+    start = at_steps_3_and_5.decide(storage=storage, offers=[offered(at_steps_3_and_5, 5)])
+    assert fault.num_fired > 0
+    assert (start.source, start.saved) == ("memory", position_of(small_state(3)))
+
+
+def test_where_the_only_snapshot_is_damaged_memory_is_gone_on_from_and_nothing_is_saved(at_step_5: Place) -> None:
+    """There is no older one to count upon."""
+    (at_step_5.directory / "step-00000005.pt").write_bytes(b"damaged")
+    start = at_step_5.decide(offers=[offered(at_step_5, 5)])
+    assert (start.source, start.saved) == ("memory", None)
+
+
+def test_what_a_generation_that_was_over_saved_is_not_gone_on_from(at_step_5: Place) -> None:
+    """Generation 1 went on from step 5 and saved 7; that of step 9, which 0 saved late, is told and set aside."""
+    run_id = at_step_5.record().run_id
+    assert at_step_5.decide().record.began_at == 5
+    at_step_5.commit(7, run_id=run_id, generation=1)
+    at_step_5.commit(9, run_id=run_id, generation=0)
+    with capture_logs() as events:
+        start = at_step_5.decide()
+    assert (start.source, start.record.began_at) == ("storage", 7)
+    late = f"{at_step_5.directory}/step-00000009.pt"
+    assert [(event["event"], event["path"]) for event in events] == [("snapshot.rejected", late)]
+    assert {"step-00000009.pt.rejected", "step-00000009.json.rejected"} < {*at_step_5.storage.names()}
+
+
+def test_what_the_last_generation_saved_is_never_late(at_step_5: Place) -> None:
+    """Step after step, each generation goes on from what the one before has saved, and nothing is rejected."""
+    run_id = at_step_5.record().run_id
+    for generation, step in enumerate((5, 7, 9, 11)):
+        if generation:
+            at_step_5.commit(step, run_id=run_id, generation=generation)
+        with capture_logs() as events:
+            start = at_step_5.decide()
+        assert (start.path, events) == (f"{at_step_5.directory}/step-{step:08d}.pt", [])
+
+
+def die_at_step_5(place: Place, start: Start) -> None:
+    """Let a generation make steps up to 5, and die."""
+    place.mark(start, 5)
+
+
+def die_in_set_up(_place: Place, _start: Start) -> None:
+    """Let a generation die before its first mark."""
+
+
+def start_again_and_again(place: Place, die: Callable[[Place, Start], None]) -> None:
+    """Let ten generations of one launch begin, and die."""
+    for _ in range(10):
+        die(place, place.decide())
+
+
+@pytest.mark.parametrize("die", [die_at_step_5, die_in_set_up])
+def test_generations_that_all_end_at_one_step_are_no_accident(
+    die: Callable[[Place, Start], None], at_step_5: Place
+) -> None:
+    """Of one launch the fifth does not start, and says at which step the four before it have ended, marked or not."""
+    at_step_5.mark(at_step_5.decide(), 6)  # one that came further
+    for _ in range(4):
+        die(at_step_5, at_step_5.decide())
+    with pytest.raises(UsageError, match=r"^4 generations in a row have ended at step 5; .* start the job again$"):
+        at_step_5.decide()
+
+
+@pytest.mark.parametrize("die", [die_at_step_5, die_in_set_up])
+def test_after_that_refusal_the_same_launch_may_try_again(
+    die: Callable[[Place, Start], None], at_step_5: Place
+) -> None:
+    """A launch does not always have a name of its own: the record that the refusal leaves counts from 0."""
+    with pytest.raises(UsageError, match="generations in a row have ended at step 5"):
+        start_again_and_again(at_step_5, die)
+    assert at_step_5.record().num_stalled == 0
+    start = at_step_5.decide()
+    assert (start.source, start.record.run_id) == ("storage", at_step_5.record().run_id)
+
+
+def test_another_launch_may_try_at_the_same_step(at_step_5: Place) -> None:
+    """Somebody has looked at it: as many deaths as under one name are no reason to refuse under many."""
+    for number in range(10):
+        at_step_5.decide(holder=replace(HOLDER, job_id=f"job {number}"))
+
+
+def test_generations_that_make_progress_are_never_refused(at_step_5: Place) -> None:
+    """Ten that die in set-up, each after one that has saved a step more, are ten accidents."""
+    run_id = at_step_5.record().run_id
+    for step in range(6, 16):
+        at_step_5.decide()
+        generation = at_step_5.decide().record.generation
+        at_step_5.commit(step, run_id=run_id, generation=generation)

@@ -219,6 +219,22 @@ def test_another_programs_file_begins_a_run(kind: str, num_epochs: int, tmp_path
     assert (again.record.generation, again.num_lost_steps) == (1, 4)
 
 
+@pytest.mark.parametrize("num_epochs", [3, 7])
+def test_another_programs_file_that_has_finished_all_epochs_is_refused(num_epochs: int, tmp_path: Path) -> None:
+    """With as many epochs behind it as --epochs or more, one line names both numbers; nothing is claimed."""
+    content = {"MODEL_STATE": build(3).state_dict(), "EPOCHS_RUN": num_epochs - 1}
+    torch.save(content, tmp_path / "foreign.pt")
+    place = Place(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        place.decide(resume_from=str(tmp_path / "foreign.pt"), epochs=3)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/foreign.pt: {num_epochs} epochs are finished there, and --epochs is 3; ")
+    assert "\n" not in message
+    assert not place.directory.exists()
+    place = Place(tmp_path / "more")
+    assert place.decide(resume_from=str(tmp_path / "foreign.pt"), epochs=num_epochs + 1).source == "file"
+
+
 def test_a_job_goes_on_from_a_bare_state_dict(tmp_path: Path) -> None:
     """A real job takes another script's weights as they are: its first epoch is better than any before."""
     options = (*SMALL, "--dataset=synthetic", "--train_samples=600", "--test_samples=60")

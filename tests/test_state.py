@@ -138,8 +138,20 @@ def test_a_file_of_a_later_version_is_whole_and_not_for_this_program(version: in
         unpack(saved(state))
 
 
+ALLOCATOR = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "1 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
 @pytest.mark.parametrize(
-    ("error", "reason"), [(MemoryError(), "MemoryError"), (OSError(24, "Too many open files"), "Too many open files")]
+    ("error", "reason"),
+    [
+        (MemoryError(), "MemoryError"),
+        (OSError(24, "Too many open files"), "Too many open files"),
+        (ALLOCATOR, "not enough memory"),
+    ],
+    ids=["memory", "files", "torch's allocator"],
 )
 def test_a_process_in_trouble_does_not_call_a_snapshot_damaged(
     error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch

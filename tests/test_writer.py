@@ -1,16 +1,21 @@
 """Durable snapshots in the background: what is written, told, tried again and given up."""
 
+import re
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tenacity
 from harness import eventually
 from structlog.testing import capture_logs
 
 from elastic_mnist.errors import Fenced, StoreError, TrainingError, UsageError
 from elastic_mnist.snapshots import writer
 from elastic_mnist.snapshots.writer import BackgroundWriter, Write
+
+PAUSES = {name: getattr(writer, name) for name in ("_FIRST_PAUSE_SECONDS", "_LONGEST_PAUSE_SECONDS")}
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +120,18 @@ def test_a_failed_write_is_told_and_tried_again(events: list[Any]) -> None:
     ]
 
 
+def test_the_pauses_between_the_tries_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second, one, two: as many as there are further tries, and none after the last."""
+    for name, seconds in PAUSES.items():
+        monkeypatch.setattr(writer, name, seconds)
+    pauses: list[float] = []
+    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=pauses.append))
+    failing = Failing(10**6)
+    with pytest.raises(StoreError, match="disk full"):
+        writer.with_retries(write_of(7, failing))
+    assert (pauses, failing.num_tries) == ([0.5, 1.0, 2.0], 4)
+
+
 def test_the_last_snapshot_must_not_fail(events: list[Any]) -> None:
     """Whatever number of failures is allowed, settling raises where the newest snapshot could not be written."""
     failing, background = Failing(10**6), BackgroundWriter(max_failures=100)
@@ -166,3 +183,124 @@ def test_what_a_retry_cannot_help_is_raised_at_once(error: Exception, events: li
     with pytest.raises(type(error), match=str(error)):
         background.check()
     assert (failing.num_tries, events) == (1, [])
+
+
+class Hanging:
+    """A write that does not end until it is told to."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self._may_end = threading.Event()
+
+    def __call__(self) -> None:
+        """Hang."""
+        self.has_begun.set()
+        assert self._may_end.wait(60)
+
+    def end(self) -> None:
+        """Let it end well."""
+        self._may_end.set()
+
+
+@pytest.fixture
+def hanging() -> Iterator[Callable[[BackgroundWriter, int], Hanging]]:
+    """Hand over a write that hangs, and wait until it does; after the test it ends."""
+    begun: list[Hanging] = []
+
+    def begin(background: BackgroundWriter, step: int) -> Hanging:
+        begun.append(Hanging())
+        background.submit(write_of(step, begun[-1]))
+        assert begun[-1].has_begun.wait(60)
+        return begun[-1]
+
+    yield begin
+    for write in begun:
+        write.end()
+
+
+class Clock:
+    """A clock that the test sets forward."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """Return what time it is."""
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The writer's clock."""
+    clock = Clock()
+    monkeypatch.setattr(writer, "time", clock)
+    return clock
+
+
+def test_settling_gives_up_on_a_write_that_hangs(hanging: Callable[[BackgroundWriter, int], Hanging]) -> None:
+    """It raises when its time is up, whatever number of failures is allowed; once that one is written, it returns."""
+    background = BackgroundWriter(max_failures=100)
+    write = hanging(background, 7)
+    with pytest.raises(TrainingError, match=r"^the last snapshot could not be saved within 0 s$"):
+        background.settle(0.01)
+    write.end()
+    background.settle()
+
+
+def failed(events: list[Any]) -> list[int]:
+    """Return the steps of the snapshots that were told to have failed."""
+    return [event["step"] for event in events if event["event"] == "snapshot.failed"]
+
+
+def test_a_write_that_hangs_counts_as_a_failed_one_again_and_again(
+    hanging: Callable[[BackgroundWriter, int], Hanging], clock: Clock, events: list[Any]
+) -> None:
+    """Each time that it has taken as long as a write may take it is told once; one time too many stops the training."""
+    background = BackgroundWriter(max_failures=2)
+    hanging(background, 7)
+    for num_failed in (1, 2):
+        clock.now += writer._LONGEST_SECONDS - 1
+        background.check()
+        assert failed(events) == [7] * (num_failed - 1)
+        clock.now += 1
+        for _ in range(2):
+            background.check()
+            assert failed(events) == [7] * num_failed
+    clock.now += writer._LONGEST_SECONDS
+    reason = "step-7: the write has not ended within 600 s"
+    message = f"3 snapshots in a row could not be saved, --max_snapshot_failures allows 2: {reason}"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        background.check()
+    assert [(event["step"], event["path"], event["reason"]) for event in events] == 3 * [(7, "step-7", reason)]
+
+
+def test_a_write_that_ends_after_all_makes_up_for_its_hanging(
+    hanging: Callable[[BackgroundWriter, int], Hanging], clock: Clock, events: list[Any]
+) -> None:
+    """As many failures as are allowed are borne again after it."""
+    background = BackgroundWriter(max_failures=2)
+    for step in (7, 8):
+        write = hanging(background, step)
+        for _ in range(2):
+            clock.now += writer._LONGEST_SECONDS
+            background.check()
+        write.end()
+        background.settle()
+    background.check()
+    assert failed(events) == [7, 7, 8, 8]
+
+
+def test_only_the_time_of_a_write_itself_counts(
+    hanging: Callable[[BackgroundWriter, int], Hanging], clock: Clock, events: list[Any]
+) -> None:
+    """However long ago the one before began, and with nothing to write for ever so long, nothing has failed."""
+    background = BackgroundWriter(max_failures=0)
+    for step in (7, 8):
+        clock.now += 10 * writer._LONGEST_SECONDS
+        background.check()
+        write = hanging(background, step)
+        clock.now += writer._LONGEST_SECONDS - 1
+        background.check()
+        write.end()
+        background.settle()
+    assert events == []

@@ -17,6 +17,7 @@ from elastic_mnist.errors import Fenced, RecordError, StoreConflict, UsageError
 from elastic_mnist.events import log
 from elastic_mnist.launch import Place
 from elastic_mnist.snapshots import record as run_record
+from elastic_mnist.snapshots.durable import Manifest
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.storage import Storage
 
@@ -53,6 +54,11 @@ class Holder:
         return asdict(self)
 
 
+def is_held_by(holder: dict[str, Any], process: tuple[str, int, int | None]) -> bool:
+    """Whether a process, given as host, id and beginning, is the one that stands for a holder's launch."""
+    return (holder.get("host"), holder.get("pid"), holder.get("pid_started")) == process
+
+
 def is_alive(holder: dict[str, Any]) -> bool:
     """Whether a holder can be seen to be alive from here."""
     pid, started = holder.get("pid"), holder.get("pid_started")
@@ -74,6 +80,20 @@ def refuse_if_in_use(recorded: RunRecord, holder: Holder, where: str) -> None:
     )
 
 
+def is_late(manifest: Manifest, recorded: RunRecord | None) -> bool:
+    """Whether a snapshot was saved by a generation that was over, beyond where the recorded one had gone on from.
+
+    A store heeds the order of writes to one object, and the manifest is another one than the record.
+    """
+    return (
+        recorded is not None
+        and recorded.began_at is not None
+        and manifest.run_id == recorded.run_id
+        and manifest.generation < recorded.generation
+        and manifest.step > recorded.began_at
+    )
+
+
 class Claim:
     """The claim of one generation on a place of snapshots.
 
@@ -91,7 +111,13 @@ class Claim:
 
     def take(self) -> None:
         """Write the record; raises `Fenced` or `UsageError` where somebody else has written one meanwhile."""
-        if not self._storage.has_conditional_put:
+        if not self._storage.outlives_process:
+            log.warning(
+                "store.not_durable",
+                path=self._storage.location,
+                reason="what is saved there ends with this process; name a directory or a URL of another kind",
+            )
+        elif not self._storage.has_conditional_put:
             log.warning(
                 "store.not_fenced",
                 path=self._storage.location,

@@ -4,6 +4,9 @@ Invariant: the manifest is the commit. It is written last, after the data is saf
 size and SHA-256, and its own. What has no valid manifest does not exist; what does not match its manifest
 is never loaded, but set aside and named.
 
+Where another state of the same step is committed already, as when a job was stopped before it could evaluate an epoch,
+the manifest goes first and is true of either one: at no moment is there none.
+
 Global rank 0 alone writes, and decides what to believe; see `resume` for how the others agree.
 """
 
@@ -16,13 +19,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal, overload
 
-from elastic_mnist.errors import SnapshotError, StoreConflict, StoreError, UsageError
+from elastic_mnist.errors import SnapshotError, StoreConflict, StoreError, TrainingError, UsageError
 from elastic_mnist.events import log
+from elastic_mnist.model import weights_sha256
 from elastic_mnist.sampler import Position
 from elastic_mnist.settings import local_path
 from elastic_mnist.snapshots import foreign
+from elastic_mnist.snapshots.contract import fingerprint
 from elastic_mnist.snapshots.foreign import ForeignFile
-from elastic_mnist.snapshots.state import State, checked, is_own, position_of, read_plain, unpack
+from elastic_mnist.snapshots.state import State, checked, is_own, pack, position_of, read_plain, unpack
 from elastic_mnist.snapshots.storage import Storage, open_storage
 
 _MANIFEST_NAME: Final = re.compile(r"step-(\d{8,})\.json")
@@ -43,6 +48,7 @@ class Manifest:
         run_id, generation: who wrote it.
         created_at: seconds since the epoch of UTC.
         test_accuracy: of the last evaluation before it; None before the first.
+        replaces: the one that was committed under the same name before; its data may be there still.
     """
 
     step: int
@@ -56,6 +62,7 @@ class Manifest:
     generation: int
     created_at: float
     test_accuracy: float | None
+    replaces: "Manifest | None" = None
 
     @property
     def position(self) -> Position:
@@ -74,7 +81,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Serialise, with a digest of the content in `manifest_sha256`."""
-        content = asdict(self)
+        content = self._to_plain()
         return json.dumps({**content, "manifest_sha256": _digest_of(content)}, indent=1).encode() + b"\n"
 
     @classmethod
@@ -83,7 +90,7 @@ class Manifest:
         try:
             content = json.loads(data)
             digest = content.pop("manifest_sha256")
-            manifest = cls(**{field.name: content[field.name] for field in fields(cls)})
+            manifest = cls._from_plain(content)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SnapshotError(f"manifest not readable: {type(error).__name__}: {error}") from None
         # Byte for byte, so that no flipped bit can hide in white space or in a number's spelling.
@@ -92,6 +99,22 @@ class Manifest:
         if manifest.name != name:
             raise SnapshotError(f"manifest is that of step {manifest.step}")
         return manifest
+
+    def _to_plain(self) -> dict[str, Any]:
+        """Return JSON-ready values; what is replaced only where there is such a one."""
+        content = asdict(self)
+        if content["replaces"] is None:
+            del content["replaces"]
+        else:
+            del content["replaces"]["replaces"]
+        return content
+
+    @classmethod
+    def _from_plain(cls, content: dict[str, Any]) -> "Manifest":
+        """Read what `_to_plain` returned; raises `KeyError` or `TypeError` for anything else."""
+        before = content.get("replaces")
+        facts = {field.name: content[field.name] for field in fields(cls) if field.name != "replaces"}
+        return cls(**facts, replaces=None if before is None else cls._from_plain(before))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +125,7 @@ class Snapshot:
         path: where it is.
         data: its bytes.
         state: what they hold.
-        manifest: its manifest; None for a copy of the file alone.
+        manifest: what is known of it; None for a copy of the file alone.
         num_damaged_newer: snapshots at the same place that are newer, and damaged.
     """
 
@@ -143,9 +166,13 @@ class DurableTier:
         began = time.monotonic()
         assert len(data) == manifest.size_bytes
         check_claim()
-        if not self._is_committed(manifest):
+        there = self._committed(manifest.name)
+        if there is None:
             self._put(manifest.data_name, data, check_claim)
             self._put(manifest.name, manifest.to_json(), check_claim)
+        elif not _is_same(there, manifest):
+            self._put(manifest.name, replace(manifest, replaces=there).to_json(), check_claim)
+            self._put(manifest.data_name, data, check_claim)
         log.info(
             "snapshot.saved",
             tier="storage",
@@ -160,21 +187,41 @@ class DurableTier:
         except StoreError as error:  # the snapshot is committed; the old ones cost space only
             log.warning("snapshot.prune_failed", reason=str(error))
 
-    def _is_committed(self, manifest: Manifest) -> bool:
-        """Whether the same state lies there already: a generation that was thought lost has committed it.
+    def save_state(self, state: State, check_claim: Callable[[], None]) -> None:
+        """Commit a state as a snapshot.
 
-        What lies under the manifest's name and is not to be believed is taken out of the way.
+        Raises:
+            TrainingError: its weights are not finite.
+            Exception: what `save` raises.
+        """
+        if not all(tensor.isfinite().all() for tensor in state["model"].values()):
+            raise TrainingError(f"step {state['step']}: the weights are not finite; nothing of it was saved")
+        data = pack(state)
+        manifest = Manifest(
+            **vars(position_of(state)),
+            size_bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            weights_sha256=weights_sha256(state["model"]),
+            settings_fingerprint=fingerprint(state["contract"]),
+            run_id=state["run_id"],
+            generation=state["generation"],
+            created_at=time.time(),
+            test_accuracy=state["progress"]["test_accuracy"],
+        )
+        self.save(data, manifest, check_claim)
+
+    def _committed(self, manifest_name: str) -> Manifest | None:
+        """Return what is known of the snapshot that is committed under a name; None where there is none.
+
+        One that is not to be believed is taken out of the way.
         """
         try:
-            there = Manifest.from_json(self._storage.get(manifest.name), manifest.name)
-            self.load(there)
+            return self.load(Manifest.from_json(self._storage.get(manifest_name), manifest_name)).manifest
         except FileNotFoundError:
-            return False
+            return None
         except SnapshotError as error:
-            self._reject(manifest.name, str(error))
-            return False
-        unlike = ("size_bytes", "sha256", "generation", "created_at")  # of another write of the same state
-        return replace(there, **{name: getattr(manifest, name) for name in unlike}) == manifest
+            self._reject(manifest_name, str(error))
+            return None
 
     def _put(self, name: str, data: bytes, check_claim: Callable[[], None]) -> None:
         """Write what nobody has written meanwhile, and believe it once it reads back: retention relies on it.
@@ -198,40 +245,53 @@ class DurableTier:
         if not is_whole:
             raise StoreError(f"{self._storage.path(name)}: does not read back as it was written; check the store")
 
-    def manifests(self) -> list[Manifest]:
-        """Return the valid manifests, the largest step first; invalid ones are told and set aside."""
+    def manifests(self, is_late: Callable[[Manifest], bool] = lambda _: False) -> list[Manifest]:
+        """Return the valid manifests, the largest step first; invalid ones, and late ones, are told and set aside."""
         found = []
         for name in self._storage.names():
             if _MANIFEST_NAME.fullmatch(name):
                 try:
-                    found.append(Manifest.from_json(self._storage.get(name), name))
+                    manifest = Manifest.from_json(self._storage.get(name), name)
                 except FileNotFoundError:
                     continue  # removed by retention meanwhile
                 except SnapshotError as error:
                     self._reject(name, str(error))
+                    continue
+                if is_late(manifest):
+                    self._reject(name, f"generation {manifest.generation} saved it when a later one had gone on")
+                else:
+                    found.append(manifest)
         return sorted(found, key=lambda manifest: manifest.step, reverse=True)
 
     def load(self, manifest: Manifest) -> Snapshot:
-        """Return a snapshot, checked against its manifest; raises `SnapshotError`."""
+        """Return a snapshot, checked against its manifest.
+
+        Raises:
+            SnapshotError: it is damaged.
+            StoreError: it cannot be had, or not be read here, whole as it is.
+        """
+        path = self._storage.path(manifest.data_name)
         try:
             data = self._storage.get(manifest.data_name)
         except FileNotFoundError:
             raise SnapshotError(f"{manifest.data_name} is missing") from None
-        if len(data) != manifest.size_bytes:
-            raise SnapshotError(f"{len(data):,} bytes, its manifest says {manifest.size_bytes:,}")
-        if hashlib.sha256(data).hexdigest() != manifest.sha256:
-            raise SnapshotError("its SHA-256 is not its manifest's")
+        known = _manifest_of(data, manifest)
         try:
             state = unpack(data)
-        except StoreError as error:
-            raise StoreError(f"{self._storage.path(manifest.data_name)}: {error}") from error
-        if position_of(state) != manifest.position:
+        except (SnapshotError, StoreError) as error:  # it is as it was written: whatever is wrong, it is no damage
+            raise StoreError(f"{path}: whole, as its SHA-256 says, but {error}") from error
+        if position_of(state) != known.position:
             raise SnapshotError("its position is not its manifest's")
-        return Snapshot(path=self._storage.path(manifest.data_name), data=data, state=state, manifest=manifest)
+        return Snapshot(path=path, data=data, state=state, manifest=known)
 
-    def newest_valid(self, *, after: int = -1) -> Snapshot | None:
-        """Return the newest snapshot of a step beyond `after` that is whole; damaged newer ones are set aside."""
-        for manifest in self.manifests():
+    def newest_valid(
+        self, *, after: int = -1, is_late: Callable[[Manifest], bool] = lambda _: False
+    ) -> Snapshot | None:
+        """Return the newest snapshot of a step beyond `after` that is whole; damaged newer ones are set aside.
+
+        So are those that are late: written by a generation that was over before it knew.
+        """
+        for manifest in self.manifests(is_late):
             if manifest.step <= after:
                 break
             try:
@@ -320,15 +380,23 @@ def find(location: str, *, named: str, allow_foreign: bool = False) -> Snapshot 
         manifest = manifest_beside(storage, name)
         if manifest is not None:
             return tier.load(manifest)
-        data = storage.get(name)
-        content = read_plain(data)
-        if allow_foreign and not is_own(content):
-            return ForeignFile(path=storage.path(name), size_bytes=len(data), foreign=foreign.of(content))
-        return Snapshot(path=storage.path(name), data=data, state=checked(content), manifest=None)
+        return _copy(storage.path(name), storage.get(name), allow_foreign=allow_foreign)
     except FileNotFoundError:
-        raise UsageError(f"{named} {location}: no such file; name another") from None
+        hint = "" if local_path(location) else ", or end a place's with a slash"
+        raise UsageError(f"{named} {location}: no such file; name another{hint}") from None
     except SnapshotError as error:
         raise SnapshotError(f"{named} {location}: {error}") from None
+
+
+def _copy(path: str, data: bytes, *, allow_foreign: bool) -> Snapshot | ForeignFile:
+    """Return what a file alone holds."""
+    try:
+        content = read_plain(data)
+        if allow_foreign and not is_own(content):
+            return ForeignFile(path=path, size_bytes=len(data), foreign=foreign.of(content))
+        return Snapshot(path=path, data=data, state=checked(content), manifest=None)
+    except StoreError as error:
+        raise StoreError(f"{path}: {error}") from error
 
 
 def locate(location: str, *, named: str) -> tuple[Storage, str | None]:
@@ -362,6 +430,24 @@ def manifest_beside(storage: Storage, name: str) -> Manifest | None:
         return Manifest.from_json(storage.get(manifest_name), manifest_name)
     except FileNotFoundError:
         return None
+
+
+def _manifest_of(data: bytes, manifest: Manifest) -> Manifest:
+    """Return the manifest that some data is of: the one beside it, or the one that this replaces."""
+    digest = hashlib.sha256(data).hexdigest()
+    for known in filter(None, (manifest, manifest.replaces)):
+        if (len(data), digest) == (known.size_bytes, known.sha256):
+            return replace(known, replaces=None)
+    if len(data) != manifest.size_bytes:
+        raise SnapshotError(f"{len(data):,} bytes, its manifest says {manifest.size_bytes:,}")
+    raise SnapshotError("its SHA-256 is not its manifest's")
+
+
+def _is_same(there: Manifest, manifest: Manifest) -> bool:
+    """Whether two manifests are of one state, which this generation has written twice: its first try was not lost."""
+    return replace(there, size_bytes=manifest.size_bytes, sha256=manifest.sha256, created_at=manifest.created_at) == (
+        manifest
+    )
 
 
 def _digest_of(content: dict[str, Any]) -> str:

@@ -32,7 +32,9 @@ _KINDS: Final[dict[str, type | tuple[type, ...]]] = {
     "holder": dict,
     "reached": (int, type(None)),
     "num_stalled": int,
+    "began_at": (int, type(None)),
 }
+_OPTIONAL: Final = {"began_at"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class RunRecord:
         holder: which processes claimed it, as `claim.Holder` describes them.
         reached: number of steps that the newest generation whose end is known had finished then.
         num_stalled: generations in a row, of the same launch, that ended at the step where the one before had.
+        began_at: number of steps that were finished when this generation began; None in the record of an older program.
     """
 
     run_id: str
@@ -62,6 +65,7 @@ class RunRecord:
     holder: dict[str, Any] = field(default_factory=dict)
     reached: int | None = None
     num_stalled: int = 0
+    began_at: int | None = None
 
     @classmethod
     def new(cls, contract: Contract, *, started_at: float, resumed_from: str | None = None) -> "RunRecord":
@@ -97,6 +101,7 @@ class RunRecord:
     @classmethod
     def from_plain(cls, content: dict[str, Any]) -> "RunRecord":
         """Build a record from what `to_plain` returned; raises `KeyError` or `TypeError` for anything else."""
+        content = dict.fromkeys(_OPTIONAL) | content
         for name, kind in _KINDS.items():
             if not isinstance(content[name], kind):
                 raise TypeError(f"{name} is {content[name]!r}")

@@ -11,14 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.events import identify, log
 from elastic_mnist.sampler import Position, num_steps_per_epoch
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
-from elastic_mnist.snapshots.claim import Claim, Holder, refuse_if_in_use
+from elastic_mnist.snapshots.claim import Claim, Holder, is_late, refuse_if_in_use
 from elastic_mnist.snapshots.contract import Contract, accept, differences, resolve
 from elastic_mnist.snapshots.durable import DurableTier, Manifest, Snapshot, find
 from elastic_mnist.snapshots.foreign import ForeignFile
@@ -120,7 +120,7 @@ def decide(
     """Decide on rank 0, and claim the run where there is something to do; `offers` are of the nodes' memory tiers.
 
     Raises:
-        UsageError: the snapshots are another job's, or cannot be read or written.
+        UsageError: the snapshots are another job's, or cannot be read or written; or going on is of no use.
     """
     seen, found = _survey(storage, tier, settings, asked, holder=holder, offers=offers)
     path = None if found.snapshot is None else found.snapshot.path
@@ -136,7 +136,7 @@ def decide(
     new_run = RunRecord.new(contract, started_at=time.time(), resumed_from=path if found.source == "file" else None)
     position = found.position
     if isinstance(found.snapshot, ForeignFile):
-        position = _position_of(found.snapshot, contract)
+        position = _position_of(found.snapshot, contract, settings)
     start = Start(
         record=new_run,
         asked=asked,
@@ -151,7 +151,9 @@ def decide(
             assert isinstance(found.snapshot, Snapshot)
             return replace(start, record=found.record, data=None, finished=found.snapshot.manifest)
         start = _go_on(start, found.record, position, mark_path, holder)
-    record = replace(start.record, holder=holder.to_plain())
+    record = replace(start.record, holder=holder.to_plain(), began_at=position.step)
+    if record.num_stalled >= MAX_STALLED:
+        _give_up(record, storage, seen)
     if isinstance(found.snapshot, ForeignFile):
         start = replace(start, data=pack(_state_of(found.snapshot, position, settings, record, world_size)))
     return replace(start, record=record, claim=_claim(storage, record, seen, may_wait=found.source == "memory"))
@@ -208,8 +210,12 @@ def _look(
             f"choose another --snapshot_path"
         )
     is_finished = recorded is not None and recorded.is_finished
-    newest = tier.newest_valid(after=-1 if held is None or is_finished else held.position.step)
-    if newest is not None:
+    # That of the very step that is held is looked at, too: it may be what the job is about to tell that it has saved.
+    newest = tier.newest_valid(
+        after=-1 if held is None or is_finished else held.position.step - 1,
+        is_late=lambda manifest: is_late(manifest, recorded),
+    )
+    if newest is not None and (held is None or is_finished or newest.state["step"] > held.position.step):
         record = _of_snapshot(recorded, newest.state)
         position = position_of(newest.state)
         return _Found(
@@ -221,7 +227,8 @@ def _look(
             snapshot=newest,
         )
     if held is not None:
-        return replace(_of_memory(held, recorded), saved=_newest_position(tier))
+        saved = _newest_position(tier, before=held.position.step) if newest is None else position_of(newest.state)
+        return replace(_of_memory(held, recorded), saved=saved)
     if settings.resume_from is not None:
         return _of_file(settings.resume_from, recorded, asked)
     # A run that was lost before its first snapshot, or whose snapshots are damaged, or none.
@@ -251,9 +258,13 @@ def _of_file(location: str, recorded: RunRecord | None, asked: Contract) -> _Fou
     return _Found(source="file", position=position, record=record, known=known, snapshot=snapshot)
 
 
-def _position_of(file: ForeignFile, contract: Contract) -> Position:
-    """Return what another program's file says is finished."""
+def _position_of(file: ForeignFile, contract: Contract, settings: Settings) -> Position:
+    """Return what another program's file says is finished; raises `UsageError` where that is all there is to do."""
     num_epochs = file.foreign.num_epochs or 0
+    if num_epochs >= settings.epochs:
+        raise UsageError(
+            f"{file.path}: {num_epochs} epochs are finished there, and --epochs is {settings.epochs}; ask for more"
+        )
     num_steps = num_epochs * num_steps_per_epoch(contract["train_samples"], contract["global_batch_size"])
     return Position(epoch=num_epochs, step=num_steps)
 
@@ -286,9 +297,9 @@ def _state_of(file: ForeignFile, position: Position, settings: Settings, record:
     }
 
 
-def _newest_position(tier: DurableTier) -> Position | None:
-    """Return what is finished in the newest durable snapshot that has a manifest."""
-    return next((manifest.position for manifest in tier.manifests()), None)
+def _newest_position(tier: DurableTier, *, before: int) -> Position | None:
+    """Return what is finished in the newest durable snapshot, of a step before that, that has a manifest."""
+    return next((manifest.position for manifest in tier.manifests() if manifest.step < before), None)
 
 
 def to_bytes(start: Start | UsageError) -> bytes:
@@ -354,24 +365,26 @@ def check_same_settings(start: Start, asked: Contract) -> None:
 
 
 def _go_on(start: Start, recorded: RunRecord, position: Position, mark_path: Path, holder: Holder) -> Start:
-    """Return the start as the next generation of the recorded run.
-
-    Raises:
-        UsageError: the last generations of this launch all ended at the same step.
-    """
+    """Return the start as the next generation of the recorded run."""
     reached = ProgressMark.read(mark_path, recorded)
     num_lost_steps = None if reached is None else max(0, reached - position.step)
     record = recorded.next_generation(num_lost_steps=num_lost_steps or 0, contract=start.record.contract)
+    if reached is None and position.step == recorded.began_at:  # it ended before it could make its mark
+        reached = position.step
     if recorded.holder.get("job_id") != holder.job_id:  # somebody has looked at it, and started it again
         record = replace(record, reached=reached, num_stalled=0)
     elif reached is not None:
         num_stalled = recorded.num_stalled + 1 if reached == recorded.reached else 0
         record = replace(record, reached=reached, num_stalled=num_stalled)
-    if record.num_stalled >= MAX_STALLED:
-        reason = f"{record.num_stalled + 1} generations in a row have ended at step {reached}"
-        log.error("run.failed", reason=reason, step=reached)
-        raise UsageError(f"{reason}; the event log and the output above say why. Put it right, and start the job again")
     return replace(start, record=record, num_lost_steps=num_lost_steps)
+
+
+def _give_up(record: RunRecord, storage: Storage, seen: str | None) -> NoReturn:
+    """Raise `UsageError`: the last generations of this launch have all ended at the same step."""
+    reason = f"{record.num_stalled + 1} generations in a row have ended at step {record.reached}"
+    # Started again, it may try again: a launch does not always have a name of its own.
+    _claim(storage, replace(record, num_stalled=0), seen, may_wait=True)
+    raise UsageError(f"{reason}; the event log and the output above say why. Put it right, and start the job again")
 
 
 def _check_mid_epoch(contract: Contract, found: Snapshot, asked: Contract) -> None:

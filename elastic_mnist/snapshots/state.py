@@ -104,8 +104,10 @@ def read_plain(data: bytes) -> object:
             warnings.simplefilter("ignore")  # torch's remarks on a foreign file; the error says enough
             content: object = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except (MemoryError, OSError) as error:  # this process's trouble, not the snapshot's
-        raise StoreError(f"a snapshot cannot be read here: {str(error) or type(error).__name__}") from error
+        raise StoreError(f"it cannot be read here: {str(error) or type(error).__name__}") from error
     except Exception as error:
+        if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's allocator says it so
+            raise StoreError("it cannot be read here: there is not enough memory") from error
         raise SnapshotError(f"not readable as plain data: {_why_unreadable(data, str(error))}") from error
     return content
 
@@ -121,7 +123,7 @@ def checked(state: object) -> State:
         raise SnapshotError(f"not of the format {FORMAT}")
     version = state.get("version")
     if isinstance(version, int) and version > VERSION:  # whole, and not to be set aside
-        raise StoreError(f"a snapshot is of version {version}, this program reads {VERSION}; install a later one")
+        raise StoreError(f"it is of version {version}, this program reads {VERSION}; install a later one")
     if version != VERSION:
         raise SnapshotError(f"version {version}, this program reads {VERSION}")
     for name, kind in _FIELDS.items():

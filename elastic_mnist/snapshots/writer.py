@@ -3,13 +3,14 @@
 Invariant: at most one snapshot is being written and at most one waits, the newest; training never waits for a write,
 but at the end. A write that fails is told and tried again, with longer and longer pauses. When the pauses are used up
 that snapshot has failed, which is told too; when too many have failed in a row, or the last one of the job, the
-training stops.
+training stops. A write that neither ends nor fails counts as a failed one again and again, as time goes by.
 """
 
 import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -52,6 +53,7 @@ class BackgroundWriter:
         self._changed = threading.Condition()
         self._waiting: Write | None = None
         self._writing: Write | None = None
+        self._writing_since = 0.0
         self._num_failures = 0
         self._error: BaseException | None = None
         self._last_failure: StoreError | None = None
@@ -76,6 +78,7 @@ class BackgroundWriter:
     def check(self) -> None:
         """Raise what must stop the training: too many failures, or a claim that is lost."""
         with self._changed:
+            self._notice_hang()
             if self._error is not None:
                 raise self._error
 
@@ -110,7 +113,7 @@ class BackgroundWriter:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None)
                 write, self._waiting = self._waiting, None
-                self._writing = write
+                self._writing, self._writing_since = write, time.monotonic()
             assert write is not None
             failure: StoreError | None = None
             error: BaseException | None = None
@@ -124,15 +127,29 @@ class BackgroundWriter:
             with self._changed:
                 self._writing = None
                 self._last_failure = failure
-                self._num_failures = 0 if failure is None else self._num_failures + 1
-                if failure is not None and self._num_failures > self._max_failures:
-                    # Not one that a restart could mend.
-                    error = UsageError(
-                        f"{self._num_failures} snapshots in a row could not be saved, --max_snapshot_failures allows "
-                        f"{self._max_failures}: {failure}"
-                    )
+                if failure is None:
+                    self._num_failures = 0
+                else:
+                    self._count(failure)
                 self._error = self._error or error
                 self._changed.notify_all()
+
+    def _notice_hang(self) -> None:
+        """Count a write that has taken too long; whether it will ever end, nobody knows."""
+        if self._writing is None or time.monotonic() - self._writing_since < _LONGEST_SECONDS:
+            return
+        self._writing_since = time.monotonic()
+        failure = StoreError(f"{self._writing.path}: the write has not ended within {_LONGEST_SECONDS:.0f} s")
+        log.error("snapshot.failed", step=self._writing.step, path=self._writing.path, reason=str(failure))
+        self._count(failure)
+
+    def _count(self, failure: StoreError) -> None:
+        self._num_failures += 1
+        if self._num_failures > self._max_failures:
+            self._error = self._error or UsageError(  # not one that a restart could mend
+                f"{self._num_failures} snapshots in a row could not be saved, --max_snapshot_failures allows "
+                f"{self._max_failures}: {failure}"
+            )
 
 
 def with_retries(write: Write) -> None:

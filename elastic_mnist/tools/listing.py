@@ -163,11 +163,12 @@ def _committed(storage: Storage, stem: str, *, verify: bool) -> Entry | None:
     name = f"{stem}.json"
     try:
         manifest = Manifest.from_json(storage.get(name), name)
-        shown = ("epoch", "samples_in_epoch", "size_bytes", "created_at", "test_accuracy", "run_id", "generation")
-        facts |= {key: getattr(manifest, key) for key in (*shown, "weights_sha256")}
+        facts |= _known(manifest)
         if not verify:
             return Entry(**facts, verdict="not read")
-        DurableTier(storage, read_only=True).load(manifest)
+        loaded = DurableTier(storage, read_only=True).load(manifest).manifest
+        assert loaded is not None
+        facts |= _known(loaded)  # or what this manifest has replaced, and whose data is there still
     except FileNotFoundError:
         return None
     except SnapshotError as error:
@@ -175,6 +176,11 @@ def _committed(storage: Storage, stem: str, *, verify: bool) -> Entry | None:
     except StoreError as error:
         return Entry(**facts, verdict="unreadable", reason=str(error))
     return Entry(**facts, verdict="whole")
+
+
+def _known(manifest: Manifest) -> dict[str, Any]:
+    shown = ("epoch", "samples_in_epoch", "size_bytes", "created_at", "test_accuracy", "run_id", "generation")
+    return {key: getattr(manifest, key) for key in (*shown, "weights_sha256")}
 
 
 def _is_gone(storage: Storage, name: str) -> bool:

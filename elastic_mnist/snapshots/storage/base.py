@@ -33,6 +33,11 @@ class Storage(ABC):
         """Whether `put_if` is atomic as far as is known: false says that two writers at once may both succeed."""
         return False
 
+    @property
+    def outlives_process(self) -> bool:
+        """Whether what is written here is there when this process is not."""
+        return True
+
     @abstractmethod
     def create(self) -> None:
         """Make the place if it is missing, and remove what interrupted writes have left."""

@@ -18,6 +18,11 @@ class ObjectStorage(Storage):
         super().__init__(location, named)
         self._opened: tuple[int, Any, str] | None = None
 
+    @property
+    def outlives_process(self) -> bool:
+        """False for fsspec's `memory://`."""
+        return not self.location.startswith("memory:")
+
     def _open(self) -> tuple[Any, str]:
         """Return fsspec's file system and the place's path in it; a forked process opens its own."""
         if self._opened is None or self._opened[0] != os.getpid():

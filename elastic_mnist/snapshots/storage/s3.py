@@ -46,11 +46,12 @@ class S3Storage(ObjectStorage):
     def __init__(self, location: str, named: str = "--snapshot_path") -> None:
         super().__init__(location, named)
         self._has_conditions = True
+        self._is_proven = False
         self._unanswered: dict[str, tuple[bytes, str]] = {}
 
     @property
     def has_conditional_put(self) -> bool:
-        """True until the server has shown that it has no conditional PUT."""
+        """True until the server has shown that it has no conditional PUT, or does not heed it."""
         return self._has_conditions
 
     def create(self) -> None:
@@ -103,8 +104,7 @@ class S3Storage(ObjectStorage):
                 answer = self._request("put_object", Key=self._key(name), Body=data, Metadata={MARK: mark}, **condition)
             except Exception as error:
                 if s3_errors.status_of(error) == HTTPStatus.NOT_IMPLEMENTED:
-                    self._has_conditions = False
-                    log.warning("store.not_fenced", path=self.location, reason="the server has no conditional PUT")
+                    self._do_without_conditions("the server has no conditional PUT")
                     return self._compare_and_put(name, data, version)
                 if not s3_errors.is_conflict(error):
                     raise
@@ -113,7 +113,26 @@ class S3Storage(ObjectStorage):
                     raise self._conflict(name) from error
                 answer = found
             del self._unanswered[name]
+            if not self._is_proven:
+                answer = self._put_unheeded(name, data) or answer
             return str(answer["ETag"])
+
+    def _put_unheeded(self, name: str, data: bytes) -> dict[str, Any] | None:
+        """Write an object again that is there, under the condition that it is not: a server may not heed conditions.
+
+        Returns its answer where it does not; None where it refused, or nothing was learned.
+        """
+        try:
+            answer = self._call("put_object", Key=self._key(name), Body=data, IfNoneMatch="*")
+        except Exception as error:  # noqa: BLE001 - the write itself is done
+            self._is_proven = s3_errors.is_conflict(error)
+            return None
+        self._do_without_conditions("the server does not heed the conditions of a PUT")
+        return answer
+
+    def _do_without_conditions(self, reason: str) -> None:
+        self._has_conditions, self._is_proven = False, True
+        log.warning("store.not_fenced", path=self.location, reason=reason)
 
     def delete(self, name: str) -> None:
         """Remove an object."""
