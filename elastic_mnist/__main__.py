@@ -13,6 +13,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final, NoReturn, TextIO
 
+from elastic_mnist import pulse
 from elastic_mnist.errors import (
     EXIT_FAILURE,
     EXIT_STOPPED,
@@ -72,11 +73,13 @@ def _train(settings: Settings, place: Place, requests: StopRequests, at_end: con
     except AlreadyTold:
         return EXIT_USAGE
     except UsageError as error:
-        # Before the first step, the one line is enough.
-        events.log.log(logging.ERROR if heart.step >= 0 else logging.DEBUG, "run.failed", reason=str(error))
+        # Before a launch's first step, the one line is enough: the log may be another job's.
+        is_mistake = place.is_first_life and heart.step < 0
+        events.log.log(logging.DEBUG if is_mistake else logging.ERROR, "run.failed", reason=str(error))
         life.refuse(place, str(error))
         return EXIT_USAGE
     except Stopped:
+        pulse.stopped(place.pulse_path, by_others=requests.is_by_others)
         if requests.received is None:
             time.sleep(_GRACE_SECONDS)
         return EXIT_STOPPED
@@ -119,6 +122,7 @@ def _end(status: int) -> NoReturn:
     Ordinary interpreter exit would wait for lanes in the middle of a micro-batch and for a process group whose peers
     are gone, and after a job's good end torch's threads abort it now and then.
     """
+    heart.end()
     streams: list[TextIO | None] = [sys.stdout, sys.stderr]
     for stream in streams:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more

@@ -43,6 +43,7 @@ class Place:
         generation_key: names this generation, where the agent says so.
         agent_pid: process id of the agent that started this process, where it says so.
         seniority: number of generations that the agent was part of before this one.
+        restart_count: number of failures after which the agent has started its workers again.
         job_id: names the launch, where the agent says so.
         memory_path: leads to the memory that the agent holds, where it does.
         pulse_path: leads to the table that the agent watches, where it does.
@@ -57,9 +58,15 @@ class Place:
     generation_key: str | None = None
     agent_pid: int | None = None
     seniority: int = 0
+    restart_count: int = 0
     job_id: str | None = None
     memory_path: str | None = None
     pulse_path: str | None = None
+
+    @property
+    def is_first_life(self) -> bool:
+        """Whether this node's workers have not been started before in this launch."""
+        return self.seniority == self.restart_count == 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place":
@@ -81,6 +88,7 @@ class Place:
                 generation_key=environment.get(GENERATION_KEY),
                 agent_pid=int(environment[AGENT_PID]) if AGENT_PID in environment else None,
                 seniority=int(environment.get(SENIORITY, "0")),
+                restart_count=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 job_id=environment.get(JOB_ID),
                 memory_path=environment.get(MEMORY),
                 pulse_path=environment.get(PULSE),

@@ -89,6 +89,7 @@ def identify(job: Job, start: Start) -> None:
 def give_up(reason: str) -> None:
     """Tell that this process ends without having stopped in order."""
     log.error("run.failed", reason=reason, step=heart.step)
+    heart.end()
 
 
 def tell_stop(job: Job, training: Training) -> None:
@@ -128,6 +129,8 @@ def agree_on_start(job: Job) -> Start:
                 offers=resume.offers_from_texts(offers),
             )
         except UsageError as error:
+            if not job.place.is_first_life:
+                log.error("run.failed", reason=str(error))
             refuse(job.place, str(error))  # before the others know: when they end, this process is ended too
             job.world.broadcast(resume.to_bytes(error))
             raise AlreadyTold from error

@@ -1,6 +1,7 @@
 """Which process is meant by a number: ids are used again, and mean something on one host only."""
 
 import contextlib
+import os
 import socket
 from pathlib import Path
 
@@ -13,6 +14,20 @@ def host() -> str:
     with contextlib.suppress(OSError):
         parts.append(str(Path("/proc/self/ns/pid").readlink()))
     return " ".join(parts)
+
+
+def own() -> tuple[str, int, int | None]:
+    """Return this process's host, id and beginning."""
+    return host(), os.getpid(), started(os.getpid())
+
+
+def children() -> list[int]:
+    """Return the processes that this one has started and not yet buried; none where the system does not say."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for path in Path("/proc/self/task").glob("*/children"):
+            found += map(int, path.read_text().split())
+    return found
 
 
 def started(pid: int) -> int | None:

@@ -37,6 +37,8 @@ _SLOT_SIZE: Final = 256
 _NUMBER: Final = struct.Struct("<q")
 _NUM_WAITING_BEGIN: Final = NUM_SLOTS * _SLOT_SIZE  # behind the signs: nodes that wait to join, as the agent says
 _NUM_REFUSALS_BEGIN: Final = _NUM_WAITING_BEGIN + _NUMBER.size  # workers that said that it is of no use
+_NUM_STOPPED_BEGIN: Final = _NUM_REFUSALS_BEGIN + _NUMBER.size  # those of this generation that have stopped in order
+_NUM_ASKED_BEGIN: Final = _NUM_STOPPED_BEGIN + _NUMBER.size  # of these, those that somebody else than the agent asked
 TABLE_SIZE: Final = _NUM_WAITING_BEGIN + _SLOT_SIZE
 _GAP_SECONDS: Final = 2.0
 """Whoever was not run for so long, because the machine or the process was stopped, knows nothing of the others."""
@@ -47,6 +49,8 @@ WAITING: Final = "waiting for peers"
 SAVING: Final = "saving"
 PARTING: Final = "waiting for rank 0 to save"
 FINISHING: Final = "finishing"
+ENDED: Final = "ended"
+"""In order, or with a word of why: nobody else has to tell of it."""
 
 SETTING_UP_SECONDS: Final = 60.0
 
@@ -110,21 +114,58 @@ def refuse(path: str | None) -> bool:
     Args:
         path: leads to the agent's table; None for none, where everybody is the first.
     """
+    return _count(path, _NUM_REFUSALS_BEGIN) == 0
+
+
+def stopped(path: str | None, *, by_others: bool) -> None:
+    """Tell the agent that this worker has stopped as it was asked to, with all that was finished saved.
+
+    Args:
+        path: leads to the agent's table; None for none.
+        by_others: whether the agent was not the only one to ask.
+    """
+    _count(path, _NUM_STOPPED_BEGIN)
+    if by_others:
+        _count(path, _NUM_ASKED_BEGIN)
+
+
+def _count(path: str | None, begin: int) -> int:
+    """Count a worker in an agent's table; return how many there were before."""
     if path is None:
-        return True
+        return 0
     try:
         with open(path, "r+b", buffering=0) as table:  # noqa: PTH123 - a Path would read the link
             fcntl.lockf(table, fcntl.LOCK_EX)
-            num_before = num_refusals(table.fileno())
-            os.pwrite(table.fileno(), _NUMBER.pack(num_before + 1), _NUM_REFUSALS_BEGIN)
+            num_before = _number(table.fileno(), begin)
+            os.pwrite(table.fileno(), _NUMBER.pack(num_before + 1), begin)
     except OSError:  # the agent is gone, and nobody starts anything again
-        return True
-    return num_before == 0
+        return 0
+    return num_before
 
 
 def num_refusals(descriptor: int) -> int:
     """Return how many workers have told their agent that starting them again is of no use."""
-    (number,) = _NUMBER.unpack(os.pread(descriptor, _NUMBER.size, _NUM_REFUSALS_BEGIN))
+    return _number(descriptor, _NUM_REFUSALS_BEGIN)
+
+
+def num_stopped(descriptor: int) -> int:
+    """Return how many workers of the generation have stopped in order."""
+    return _number(descriptor, _NUM_STOPPED_BEGIN)
+
+
+def num_asked(descriptor: int) -> int:
+    """Return how many of those were asked by somebody else than the agent."""
+    return _number(descriptor, _NUM_ASKED_BEGIN)
+
+
+def begin_generation(descriptor: int) -> None:
+    """Forget the workers of the generation before."""
+    os.pwrite(descriptor, bytes(_NUM_WAITING_BEGIN), 0)
+    os.pwrite(descriptor, bytes(2 * _NUMBER.size), _NUM_STOPPED_BEGIN)
+
+
+def _number(descriptor: int, begin: int) -> int:
+    (number,) = _NUMBER.unpack(os.pread(descriptor, _NUMBER.size, begin))
     return int(number)
 
 
@@ -210,6 +251,11 @@ class Heart:
         self.step = step
         self._write()
 
+    def end(self) -> None:
+        """Say that this process ends, in order or with a word of why."""
+        self._phase = ENDED
+        self._write()
+
     def progress(self) -> None:
         """Count something done. Called from any thread; a count that is lost between two of them does no harm."""
         self._num_done += 1
@@ -283,6 +329,7 @@ class Heart:
             hint = "; raise --hang_timeout if a micro-batch takes that long" if phase == COMPUTING else ""
             self.tell(reason + hint, "\n".join(stacks))
         finally:
+            self.end()
             os._exit(EXIT_FAILURE)
 
 

@@ -11,7 +11,8 @@ job of the environment. It acts only where the launched module is `elastic_mnist
 - ends the agent, instead of restarting its workers, where a worker has said that this is of no use;
 - holds the node's memory tier, and watches over its workers (`warden`) and over the rendezvous (`store_watch`);
 - holds signals while the agent starts its workers (`agent_signals`);
-- ends an agent that was asked to stop with status 143, and one whose rendezvous is over with 1; its last line says so.
+- ends an agent that was asked to stop with status 143, and one whose rendezvous is over with 1; its last line says so;
+- saves what the node's memory holds, where the agent ends and its workers have not saved it.
 
 Invariant: torchrun's public interfaces (`RendezvousHandler`, `create_backend`, `create_handler`) are all it
 builds on; the one private thing it touches is the table of registered backends. Where that has moved, it
@@ -24,18 +25,20 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 
 from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -45,7 +48,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastic_mnist import launch
 from elastic_mnist.agent_signals import AgentSignals
-from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, UsageError
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, ElasticMnistError, Fenced, UsageError
 from elastic_mnist.meeting import meet
 from elastic_mnist.store_watch import StoreWatch
 
@@ -60,6 +63,8 @@ MODULE: Final = "elastic_mnist"
 # A lost node is noticed after interval x attempts; torchrun's own 5 s x 3 was most of a recovery's time.
 # Five attempts, because a busy machine may well hold up one heartbeat.
 _DEFAULTS: Final = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 1}
+
+_STOPPED: Final = "stopped; the same command goes on from here"
 
 _GONE: Final = (
     "is gone: the node that hosts it has ended or cannot be reached; start the job again, it goes on from its newest "
@@ -81,6 +86,10 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 class RendezvousOverError(RendezvousError):
     """The rendezvous is over for this node; one line for people."""
+
+
+class _StoppedByOthers(SystemExit):
+    """The workers were asked to stop, and not by their agent: it does not start them again."""
 
 
 def install() -> Creator:
@@ -106,9 +115,11 @@ def _end_in_one_line(otherwise: Hook) -> Hook:
     """Return a hook that tells the ends of an agent that are nobody's bug in one line, without a traceback."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if _launch() is not None and _is_stop(error):
-            _say("stopped; the same command goes on from here")
-            status = EXIT_STOPPED
+        if StaticRendezvous.latest is not None and _is_stop(error):
+            status = StaticRendezvous.latest.end_of_stop(error)
+        elif _launch() is not None and _is_taken(error):
+            _say("error: the port is taken; choose another --master_port")
+            status = EXIT_USAGE
         elif isinstance(error, RendezvousOverError):
             _say(f"error: {error}")
             status = EXIT_FAILURE
@@ -130,14 +141,19 @@ def _end_of(error: BaseException) -> str:
     return next(text for kind, text in _ENDS.items() if isinstance(error, kind))
 
 
-def _is_stop(error: BaseException) -> bool:
+def _is_stop(error: BaseException | None) -> bool:
     """Whether an agent ends because it was asked to stop, or all of its workers were."""
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415 - only at the end
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - the same
 
     if isinstance(error, ChildFailedError):
         return all(failure.exitcode == EXIT_STOPPED for failure in error.failures.values())
-    return isinstance(error, SignalException)
+    return isinstance(error, (SignalException, _StoppedByOthers))
+
+
+def _is_taken(error: BaseException | None) -> bool:
+    """Whether an agent could not listen where the static rendezvous has it listen."""
+    return isinstance(error, DistNetworkError) and "EADDRINUSE" in str(error)
 
 
 def _choose(stock: Creator) -> Creator:
@@ -241,8 +257,14 @@ class StaticRendezvous(RendezvousHandler):
         options: the workers' settings; None where they are another module's.
     """
 
+    latest: "ClassVar[StaticRendezvous | None]" = None
+    """The agent's own, for whoever tells of its end."""
+
     def __init__(self, inner: RendezvousHandler, backend: str, options: "Settings | None") -> None:
+        if options is not None:
+            StaticRendezvous.latest = self
         self._inner = inner
+        self._options = options
         self._backend = backend
         self._store: Store | None = None
         os.environ[launch.AGENT_PID] = str(os.getpid())
@@ -261,12 +283,17 @@ class StaticRendezvous(RendezvousHandler):
         info = self._join()
         if self._signals is not None:
             self._signals.hold()
+        if self._warden is not None:
+            self._warden.begin_generation()
         self._announce(0)
         return info
 
     def _join(self) -> RendezvousInfo:
         """Join the next round."""
         self._end_if_refused()
+        if self._warden is not None and self._warden.is_stopped_by_others:
+            _say(_STOPPED)
+            raise _StoppedByOthers(EXIT_STOPPED)
         info = self._inner.next_rendezvous()
         if self._store is None:  # the workers write to it without the agents' prefix
             self._store = getattr(info.store, "underlying_store", None)
@@ -287,8 +314,44 @@ class StaticRendezvous(RendezvousHandler):
         """
         if self._signals is not None:
             self._signals.forget()
+        if self._warden is not None:
+            self._warden.tell_of_the_lost()
+        is_stop = _is_stop(sys.exc_info()[1])
+        if not is_stop:  # of a stop, there is more to say when all is over
+            self._rescue(reason=None)
         self._end_if_refused()
-        return self._is_others_job() or self._inner.shutdown()
+        return is_stop or self._is_others_job() or self._inner.shutdown()
+
+    def end_of_stop(self, error: BaseException) -> int:
+        """Say how an agent ends that was asked to stop; return its exit status."""
+        if self._warden is None or self._warden.has_stopped:
+            is_saved = True
+        else:
+            self._warden.tell_of_the_lost()
+            sign = getattr(error, "sigval", None)
+            reason = "the workers were stopped" if sign is None else signal.Signals(sign).name
+            is_saved = self._rescue(reason=f"{reason}; saved by the agent") or not self._warden.has_trained
+        _say(_STOPPED if is_saved else "error: stopped, and what came after the newest snapshot is not saved")
+        return EXIT_STOPPED if is_saved else EXIT_FAILURE
+
+    def _rescue(self, *, reason: str | None) -> bool:
+        """Save what the node's memory holds and the workers have not saved; return whether it is safe now.
+
+        Args:
+            reason: of the stop that is told; None where it is none.
+        """
+        path = os.environ.get(launch.MEMORY)
+        if self._options is None or path is None or os.stat(path).st_size == 0:  # noqa: PTH116 - a Path reads the link
+            return False
+        from elastic_mnist.snapshots.rescue import save_held  # noqa: PLC0415 - most agents need it never
+
+        try:
+            return save_held(path, self._options, reason=reason)
+        except Fenced:
+            return True
+        except ElasticMnistError as error:
+            _say(f"error: what the node's memory holds cannot be saved: {error}")
+            return False
 
     def _is_others_job(self) -> bool:
         """Whether this node alone ends, and the job goes on without it."""
@@ -363,7 +426,11 @@ class ElasticRendezvous(StaticRendezvous):
     def _join(self) -> RendezvousInfo:
         """Join the next round, and name it for the workers that the agent starts then."""
         with self._told():
-            info = super()._join()
+            try:
+                info = super()._join()
+            except RendezvousGracefulExitError:  # torchrun would stumble over it
+                _say(f"the job at {self._location} has ended, and had no need of this node")
+                raise SystemExit(0) from None
             # The round's store is a namespace of the agents alone; its first member names the workers'.
             key = "elastic_mnist/generation_key"
             if info.rank == 0:

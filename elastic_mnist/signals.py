@@ -15,6 +15,7 @@ A process that cannot stop in order, because a peer does not answer, ends by its
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,16 +34,21 @@ _IMPATIENCE_SECONDS: Final = 3.0
 class StopRequests:
     """The signals that this process has received. Construct it before any other thread is started.
 
+    `received` is the name of the first one; `is_by_others` says whether any of them came from elsewhere than the
+    launcher, which stops its workers also in order to start them again.
+
     Args:
         has_something_to_save: whether there is, although the training has not begun.
     """
 
     def __init__(self, has_something_to_save: Callable[[], bool] = lambda: False) -> None:
         self.received: str | None = None
+        self.is_by_others = False
         self._has_something_to_save = has_something_to_save
         self._give_up: Callable[[str], None] = lambda _reason: None
         self._is_training = False
         self._interrupted_at: float | None = None
+        self._launcher = os.getppid()
         self._lock = threading.Lock()
         self._signals = {number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
@@ -60,8 +66,9 @@ class StopRequests:
 
     def _wait(self) -> None:
         while True:
-            number = signal.sigwait(self._signals)
+            number, sender = _await_one_of(self._signals)
             with self._lock:
+                self.is_by_others |= sender not in (None, self._launcher)
                 is_idle = not self._is_training and not self._has_something_to_save()
                 if number == signal.SIGINT and self._is_impatient():
                     os._exit(EXIT_INTERRUPTED)
@@ -82,6 +89,14 @@ class StopRequests:
         """End the process where it does not end by itself."""
         time.sleep(_GRACE_SECONDS)
         try:
-            self._give_up(f"{self.received}: not stopped within {_GRACE_SECONDS:.0f} s; what came last is not saved")
+            self._give_up(f"{self.received}: not stopped within {_GRACE_SECONDS:.0f} s")
         finally:
             os._exit(EXIT_FAILURE)
+
+
+def _await_one_of(signals: set[signal.Signals]) -> tuple[int, int | None]:
+    """Wait; return which it was, and the process that sent it, where the system says so."""
+    if sys.platform == "darwin":
+        return signal.sigwait(signals), None
+    info = signal.sigwaitinfo(signals)
+    return info.si_signo, info.si_pid

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from elastic_mnist import processes, pulse
 from elastic_mnist.pulse import Sign, Stillness
@@ -37,14 +37,49 @@ class Warden:
         self._event_log = event_log
         self._descriptor = os.memfd_create("elastic_mnist.pulse")
         os.ftruncate(self._descriptor, pulse.TABLE_SIZE)
+        self._patience_at_birth = max(hang_timeout, pulse.SETTING_UP_SECONDS)
         self._beats: dict[int, Stillness] = {}
+        self._unborn: dict[int, Stillness] = {}
         self._done: dict[int, Stillness] = {}
+        self._lock = threading.Lock()
+        self._lost: dict[int, int] = {}  # told already: process id and beginning
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         threading.Thread(target=self._watch, name="warden", daemon=True).start()
 
     def announce(self, num_nodes_waiting: int) -> None:
         """Let the workers know how many nodes wait to join."""
         pulse.announce(self._descriptor, num_nodes_waiting)
+
+    def begin_generation(self) -> None:
+        """Forget the workers of the generation before: all of them are gone."""
+        self.tell_of_the_lost()
+        pulse.begin_generation(self._descriptor)
+
+    def tell_of_the_lost(self) -> None:
+        """Tell of workers that have died without a word, of SIGKILL, for want of memory or by an exit of their own."""
+        with self._lock:
+            for sign in pulse.read(self._descriptor):
+                is_told = sign.phase == pulse.ENDED or self._lost.get(sign.pid) == sign.pid_started
+                if sign.step >= 0 and not is_told and processes.started(sign.pid) != sign.pid_started:
+                    self._lost[sign.pid] = sign.pid_started
+                    reason = f"ended without a word while {sign.phase}: killed, or by an exit that is not ours"
+                    facts = {**_whose(sign), "reason": reason, "step": sign.step, "pid": sign.pid}
+                    self._tell({"level": "warning", "event": "worker.lost", **facts})
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the workers have stopped as they were asked to, with all that was finished saved."""
+        return pulse.num_stopped(self._descriptor) > 0
+
+    @property
+    def is_stopped_by_others(self) -> bool:
+        """Whether they have, and were not asked by their agent alone, which would start them again."""
+        return pulse.num_asked(self._descriptor) > 0
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a worker has come as far as its first step."""
+        return any(sign.step >= 0 for sign in pulse.read(self._descriptor))
 
     @property
     def is_refused(self) -> bool:
@@ -54,9 +89,12 @@ class Warden:
     def _watch(self) -> None:
         while True:
             try:
-                for sign in pulse.read(self._descriptor):
+                signs = pulse.read(self._descriptor)
+                for sign in signs:
                     if processes.started(sign.pid) == sign.pid_started:
                         self._look(sign)
+                self.tell_of_the_lost()
+                self._look_at_the_unborn({sign.pid for sign in signs})
             except Exception:
                 # Whatever it was: those who watch must not be the first to fall asleep.
                 logging.getLogger(__name__).exception("warden.failed")
@@ -65,11 +103,24 @@ class Warden:
     def _look(self, sign: Sign) -> None:
         beats = self._beats.setdefault(sign.pid, Stillness()).seconds((sign.pid_started, sign.num_beats))
         done = self._done.setdefault(sign.pid, Stillness()).seconds((sign.pid_started, sign.num_done, sign.phase))
-        limit = self._hang_timeout if sign.step >= 0 else max(self._hang_timeout, pulse.SETTING_UP_SECONDS)
+        limit = self._hang_timeout if sign.step >= 0 else self._patience_at_birth
         if beats > limit:
             self._end(sign, f"no sign of life for {beats:.0f} s")
         elif sign.phase == pulse.COMPUTING and done > limit + _OWN_SECONDS:
             self._end(sign, f"no progress for {done:.0f} s")
+
+    def _look_at_the_unborn(self, known: set[int]) -> None:
+        """End a worker that was stopped before it could give its first sign; nobody else would ever miss it."""
+        for pid in processes.children():
+            if pid in known or processes.condition(pid) != "stopped":
+                self._unborn.pop(pid, None)
+            elif self._unborn.setdefault(pid, Stillness()).seconds(pid) > self._patience_at_birth:
+                self._unborn.pop(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                reason = f"stopped for {self._patience_at_birth:.0f} s before its first sign of life; killed"
+                nobody = dict.fromkeys(("run_id", "generation", "rank", "world_size"))
+                self._tell({"level": "error", "event": "worker.hung", **nobody, "reason": reason, "pid": pid})
 
     def _end(self, sign: Sign, reason: str) -> None:
         condition = processes.condition(sign.pid)
@@ -80,17 +131,12 @@ class Warden:
                 os.kill(sign.pid, signal.SIGKILL)
         self._beats.pop(sign.pid)
         self._done.pop(sign.pid)
-        from elastic_mnist import events  # noqa: PLC0415 - most agents never have anything to tell
-
-        events.append(
-            self._event_log,
+        self._lost[sign.pid] = sign.pid_started
+        self._tell(
             {
                 "level": "error",
                 "event": "worker.hung",
-                "run_id": sign.run_id or None,
-                "generation": sign.generation,
-                "rank": sign.rank,
-                "world_size": sign.world_size,
+                **_whose(sign),
                 "reason": f"{reason} while {sign.phase}; killed",
                 "step": sign.step,
                 "pid": sign.pid,
@@ -98,6 +144,21 @@ class Warden:
                 "stack": stack,
             },
         )
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        from elastic_mnist import events  # noqa: PLC0415 - most agents never have anything to tell
+
+        events.append(self._event_log, event)
+
+
+def _whose(sign: Sign) -> dict[str, Any]:
+    """Return the keys by which an event says whose it is."""
+    return {
+        "run_id": sign.run_id or None,
+        "generation": sign.generation,
+        "rank": sign.rank,
+        "world_size": sign.world_size,
+    }
 
 
 def _stack_of(sign: Sign) -> str | None:

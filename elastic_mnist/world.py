@@ -55,10 +55,10 @@ class World:
         with guard("meeting"):
             self._store, self._key = _meet(place, self._timeout)
             self.rank = _take_seat(self._store, place)
+            if self.size > 1:  # first, because a peer may be lost while they connect to each other
+                PeerWatch(place, self.rank, timeout=timeout, key=self._key)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=_BACKSTOP)
-        if self.size > 1:
-            PeerWatch(place, self.rank, timeout=timeout, key=self._key)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add `tensor` up over all ranks, in place."""
@@ -210,6 +210,7 @@ class PeerWatch:
         try:
             log.warning("peer.hung", reason=reason, step=heart.step)
         finally:
+            heart.end()
             os._exit(EXIT_FAILURE)
 
 

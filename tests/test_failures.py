@@ -89,6 +89,8 @@ def test_a_worker_that_leaves_with_success_is_replaced(rank: int, tmp_path: Path
         assert fired.read_text() == f"{rank} 3 0"
         (lost,) = job.events("peer.lost")
         assert (lost["generation"], lost["rank"]) == (0, 1 - rank)
+        (cause,) = job.events("worker.lost")
+        assert (cause["generation"], cause["rank"], cause["step"]) == (0, rank, 3)
         (resumed,) = job.events("run.resumed")
         assert resumed["generation"] == 1
         assert resumed["step"] in ((2,) if rank else (0, 2))  # rank 0 may leave in the middle of writing step 2
@@ -104,6 +106,18 @@ def test_a_worker_that_leaves_with_success_without_restarts_fails_the_job(tmp_pa
         assert job.wait(within=60) == 1
         assert fired.read_text() == "1 3 0"
         assert not job.events("run.finished")
+
+
+@pytest.mark.parametrize("kind", ["kill", "exit"])
+def test_a_worker_that_dies_without_a_word_is_named_once(kind: str, tmp_path: Path) -> None:
+    """Of a job that ends with it, the log names rank and step of the one that was killed, and of no other."""
+    environment, fired = fault(tmp_path, kind, rank=1, step=3)
+    with Job(tmp_path, tmp_path, standalone(2, max_restarts=0), OPTIONS, environment) as job:
+        assert job.wait(within=60) == 1
+        assert fired.exists()
+        (lost,) = job.events("worker.lost")
+        assert (lost["generation"], lost["rank"], lost["step"], lost["level"]) == (0, 1, 3, "warning")
+        assert lost["reason"].startswith("ended without a word while computing")
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

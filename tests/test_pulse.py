@@ -1,5 +1,6 @@
 """Signs of life: written, read, and what is concluded from them."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -56,6 +57,19 @@ def test_of_workers_that_refuse_at_once_one_is_the_first(tmp_path: Path) -> None
         assert pulse.read(file.fileno()) == []
 
 
+def test_stops_are_counted_for_one_generation(tmp_path: Path) -> None:
+    """How many workers have stopped, and how many of them were asked by others than the agent; the next one forgets."""
+    warden = Warden(hang_timeout=60.0, event_log=tmp_path / "events.jsonl")
+    assert not warden.has_stopped
+    pulse.stopped(warden.path, by_others=False)
+    assert (warden.has_stopped, warden.is_stopped_by_others) == (True, False)
+    pulse.stopped(warden.path, by_others=True)
+    pulse.refuse(warden.path)
+    assert warden.is_stopped_by_others
+    warden.begin_generation()
+    assert (warden.has_stopped, warden.is_stopped_by_others, warden.is_refused) == (False, False, True)
+
+
 def test_a_refusal_without_an_agent_is_told_all_the_same(tmp_path: Path) -> None:
     """Whoever has no table, or finds it gone, is the first."""
     assert pulse.refuse(None)
@@ -106,6 +120,53 @@ with heart.phase(COMPUTING):
         heart.progress()
         time.sleep(0.05)
 """
+
+
+def test_a_worker_that_stands_still_before_its_first_sign_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before it could say who it is, it is missed all the same, told of, and killed; one that runs is not."""
+    monkeypatch.setattr(pulse, "SETTING_UP_SECONDS", 1.0)
+    log = tmp_path / "events.jsonl"
+    Warden(hang_timeout=1.0, event_log=log)
+    command = [sys.executable, "-c", "input()"]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE) as stopped,
+        subprocess.Popen(command, stdin=subprocess.PIPE) as running,
+    ):
+        stopped.send_signal(signal.SIGSTOP)
+        assert stopped.wait(60) == -signal.SIGKILL
+        assert running.poll() is None
+        told = eventually(lambda: log.read_text() if log.exists() else None)
+        assert told.count("\n") == 1
+        assert '"event": "worker.hung"' in told
+        assert f'"pid": {stopped.pid}' in told
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_worker_that_dies_without_a_word_is_told_of_once(tmp_path: Path, *, has_ended: bool) -> None:
+    """One that was killed is named, with rank and step; one that has said that it ends is not."""
+    log = tmp_path / "events.jsonl"
+    warden = Warden(hang_timeout=60.0, event_log=log)
+    last_word = "    heart.end(); print('ended', flush=True); time.sleep(600)\n"
+    code = BEAT + last_word if has_ended else BEAT
+    if has_ended:
+        code = code.replace("    while True:\n        heart.progress()\n        time.sleep(0.05)\n", "")
+    with subprocess.Popen([sys.executable, "-c", code, warden.path], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "computing\n"
+        if has_ended:
+            assert worker.stdout.readline() == "ended\n"
+        worker.kill()
+        worker.wait()
+        for _ in range(2):
+            warden.tell_of_the_lost()
+        warden.begin_generation()
+    told = log.read_text().splitlines() if log.exists() else []
+    assert len(told) == (not has_ended)
+    for line in told:
+        event = json.loads(line)
+        assert (event["event"], event["rank"], event["step"], event["pid"]) == ("worker.lost", 1, 17, worker.pid)
 
 
 def test_a_warden_kills_whom_it_misses_and_nobody_else(tmp_path: Path) -> None:

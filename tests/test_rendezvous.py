@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import SMALL, TORCHRUN, Job, free_port, plain, standalone, torchrun
+from harness import SMALL, TORCHRUN, Job, eventually, free_port, plain, standalone, torchrun
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -227,7 +227,8 @@ def test_a_refused_node_ends_as_refused_also_beside_others(
     inner = SimpleNamespace(settings=SimpleNamespace(min_nodes=1))
     handler = rendezvous.ElasticRendezvous(inner, "c10d", None, HashStore(), "here", watch=None)  # type: ignore[arg-type]
     handler._num_others = 1
-    handler._warden = SimpleNamespace(is_refused=is_refused)  # type: ignore[assignment]
+    warden = SimpleNamespace(is_refused=is_refused, tell_of_the_lost=lambda: None)
+    handler._warden = warden  # type: ignore[assignment]
 
     def end() -> None:
         try:
@@ -238,6 +239,75 @@ def test_a_refused_node_ends_as_refused_also_beside_others(
     with pytest.raises(SystemExit if is_refused else ChildFailedError) as ended:
         end()
     assert getattr(ended.value, "code", None) == (2 if is_refused else None)
+
+
+def test_a_signal_to_a_worker_stops_its_node_though_restarts_are_left(tmp_path: Path, undisturbed_sha256: str) -> None:
+    """As a scheduler's notice to each process may come: the job ends with 143, saved, and is not begun anew."""
+    with Job(tmp_path, tmp_path, standalone(2), OPTIONS) as job:
+        job.wait_for_step(3)
+        job.kill(1, signal.SIGTERM)
+        assert job.wait(within=60) == 143
+        assert [event["generation"] for event in job.events("run.started")] == [0]
+        assert len(job.events("run.stopped")) == 1
+        assert "elastic_mnist: stopped; the same command goes on from here" in job.output
+        assert "Traceback" not in job.output
+    with Job(tmp_path, tmp_path, standalone(2), OPTIONS) as job:
+        assert job.finish()["weights_sha256"] == undisturbed_sha256
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_a_stopped_job_goes_on_with_its_rendezvous_in_the_same_file(
+    max_restarts: int, tmp_path: Path, undisturbed_sha256: str
+) -> None:
+    """A stop through a worker does not end the job for good: the same command finds the rendezvous open."""
+    rendezvous = ("--rdzv_backend=c10d", "--rdzv_conf=store_type=file", f"--rdzv_endpoint={tmp_path}/rendezvous")
+    launcher = torchrun(*rendezvous, "--nnodes=1:2", f"--max_restarts={max_restarts}")
+    with Job(tmp_path, tmp_path, launcher, OPTIONS) as job:
+        job.wait_for_step(3)
+        job.kill(0, signal.SIGTERM)
+        assert job.wait(within=60) == 143
+    with Job(tmp_path, tmp_path, launcher, OPTIONS) as job:
+        assert job.finish()["weights_sha256"] == undisturbed_sha256
+        (resumed,) = job.events("run.resumed")
+        assert resumed["num_lost_steps"] == 0
+
+
+def test_a_node_too_many_ends_with_the_job(tmp_path: Path) -> None:
+    """One that waited in case it were needed says so when the job has ended well, and exits 0."""
+    rendezvous = ("--rdzv_backend=c10d", "--rdzv_conf=store_type=file", f"--rdzv_endpoint={tmp_path}/rendezvous")
+    launcher = torchrun(*rendezvous, "--nnodes=1:1")
+    with Job(tmp_path, tmp_path, launcher, (*OPTIONS, "--train_samples=6000")) as first:
+        first.wait_for_step(1)
+        with Job(tmp_path, tmp_path, launcher, (*OPTIONS, "--train_samples=6000")) as spare:
+            eventually(lambda: "elastic rendezvous" in spare.output)
+            assert first.progress()[1] < 90  # it did come while the job was at work
+            first.finish()
+            assert spare.wait(within=60) == 0
+            assert "has ended, and had no need of this node" in spare.output
+            assert "Traceback" not in spare.output
+
+
+def test_a_port_that_is_taken_is_told_by_the_static_rendezvous_too(tmp_path: Path) -> None:
+    """One line with the way out, and status 2."""
+    with socket.create_server(("0.0.0.0", 0)) as server:  # noqa: S104 - as torch's own does
+        launcher = torchrun("--nnodes=1", f"--master_port={server.getsockname()[1]}")
+        with Job(tmp_path, tmp_path, launcher, OPTIONS) as job:
+            assert job.wait(within=60) == 2
+            (line,) = [line for line in job.output.splitlines() if line.startswith("elastic_mnist: error: ")]
+            assert line == "elastic_mnist: error: the port is taken; choose another --master_port"
+
+
+def test_a_refusal_in_a_later_life_stands_in_the_log(tmp_path: Path) -> None:
+    """Where the record is spoilt and a worker dies, the log tells why the job ends; the terminal tells it once."""
+    options = (*OPTIONS, "--memory_snapshot_every=0")
+    with Job(tmp_path, tmp_path, standalone(1), options) as job:
+        job.wait_for_step(2)
+        (tmp_path / "snapshots" / "run.json").write_text("{")
+        job.kill(0)
+        assert job.wait(within=60) == 2
+        (failed,) = job.events("run.failed")
+        assert "run.json: damaged" in failed["reason"]
+        assert job.output.count("elastic_mnist: error: ") == 1
 
 
 def test_a_c10d_rendezvous_survives_a_kill(tmp_path: Path, undisturbed_sha256: str) -> None:

@@ -25,7 +25,7 @@ from harness import WAIT_SECONDS, alive, eventually, free_port
 from torch.nn.functional import nll_loss
 from typing_extensions import Self
 
-from elastic_mnist import events, model, world
+from elastic_mnist import events, model, pulse, world
 from elastic_mnist.errors import PeerLost
 from elastic_mnist.evaluation import evaluate
 from elastic_mnist.lanes import Lanes
@@ -312,6 +312,27 @@ def test_a_silent_peer_is_noticed(store: dist.TCPStore, tmp_path: Path) -> None:
         assert ranks.processes[0].exitcode == 1
         assert alive(stopped)
         assert stopped.status() == psutil.STATUS_STOPPED
+
+
+def connect_to_nobody(place: Place, say: Say, log: Path) -> None:
+    """Meet a rank that has taken its seat, and is gone before it could connect."""
+    setattr(pulse, "SETTING_UP_SECONDS", 1.0)  # noqa: B010 - a constant, and of this process alone
+    heart.start(None, local_rank=0, hang_timeout=TIMEOUT)
+    events.configure(log, rank=place.rank, world_size=2, log_format="json")
+    say("meeting")
+    World(place, CPU, timeout=1.0)
+
+
+def test_a_peer_that_is_lost_while_they_connect_is_noticed(store: dist.TCPStore, tmp_path: Path) -> None:
+    """A rank that was there when they met, and is not when they make the process group, is not waited for for ever."""
+    place = {**hosted(store), "generation_key": "key"}
+    dist.PrefixStore("elastic_mnist/key", store).set("seat/1", "0")  # its last word
+    with Ranks(connect_to_nobody, tmp_path / "log", size=2, **place) as ranks:
+        assert ranks.start(0).hear(0) == "meeting"
+        (reason,) = hung_peers(tmp_path / "log")
+        assert reason.startswith("rank 1 has given no sign of life for ")
+        ranks.processes[0].join(WAIT_SECONDS)
+        assert ranks.processes[0].exitcode == 1
 
 
 def test_a_slow_peer_is_waited_for(store: dist.TCPStore, tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""What an agent saves itself, because it ends and its workers could not: the state in its node's memory.
+
+The memory ends with the agent. A worker that hangs when it is asked to stop, one that was just killed and is not
+replaced any more, a launch whose restarts are used up: in all these cases the newest state is there and nowhere else.
+
+Invariant: of all agents, the one alone saves whose worker has the claim on the place of the snapshots.
+"""
+
+from elastic_mnist import events, processes
+from elastic_mnist.settings import Settings
+from elastic_mnist.snapshots import memory
+from elastic_mnist.snapshots.claim import Claim, is_held_by
+from elastic_mnist.snapshots.durable import DurableTier
+from elastic_mnist.snapshots.storage import open_storage
+
+
+def save_held(memory_path: str, settings: Settings, *, reason: str | None) -> bool:
+    """Save what a node's memory holds, unless a snapshot has it; return whether it is safe then.
+
+    Args:
+        memory_path: leads to the memory.
+        settings: of the job.
+        reason: of the stop that is told as the workers would; None where it is none.
+
+    Returns:
+        False where the memory is empty. Where it is for another agent to save, it is safe as far as can be told here.
+
+    Raises:
+        UsageError: it cannot be saved.
+        Fenced: a newer generation is at work.
+    """
+    held = memory.read(memory_path)
+    if held is None:
+        return False
+    if not is_held_by(held.record.holder, processes.own()):
+        return True
+    storage = open_storage(settings.snapshot_path)
+    tier = DurableTier(storage, keep_last=settings.keep_last)
+    world_size = held.state["world_size"]
+    events.configure(settings.event_log_path, rank=0, world_size=world_size, log_format=settings.log_format)
+    events.identify(run_id=held.record.run_id, generation=held.record.generation)
+    if all(manifest.step < held.position.step for manifest in tier.manifests()):
+        tier.save_state(held.state, Claim(storage, held.record, None).check)
+    if reason is not None:
+        events.log.info("run.stopped", reason=reason, **vars(held.position), path=tier.path(held.position.step))
+    return True
