@@ -14,9 +14,13 @@ from typing import Literal
 
 from typing_extensions import Self
 
-Kind = Literal["answer", "reset", "stall", "cut_request", "cut_answer", "lose_answer"]
+Kind = Literal[
+    "answer", "reset", "stall", "cut_request", "hold_request", "cut_answer", "lose_answer", "drop_conditions"
+]
 
 NOT_PASSED_ON = {"connection", "keep-alive", "transfer-encoding", "date", "server"}
+CONDITIONS = {"if-match", "if-none-match"}
+HOLD_SECONDS = 60.0
 
 
 @dataclass(kw_only=True)
@@ -25,13 +29,16 @@ class Fault:
 
     Attributes:
         kind: "answer": the proxy answers, and the server hears nothing. "reset": neither does anybody. "stall": the
-            request is heard, and no answer comes. "cut_request": the server gets half of the body. "cut_answer": the
-            client gets half of the body. "lose_answer": the server does what it is asked, and the client hears nothing.
+            request is heard, and no answer comes. "cut_request": the server gets half of the body. "hold_request": so
+            it does, and waits for the rest until it ends. "cut_answer": the client gets half of the body.
+            "lose_answer": the server does what it is asked, and the client hears nothing. "drop_conditions": the server
+            does what it is asked, as if under no condition.
         of: a pattern of "METHOD /path?query".
         times: how many requests.
         status, body: the proxy's own answer.
         num_fired: how many requests there were.
         has_fired: set with the first one.
+        is_halfway: set when the server has got the half of a body that it gets.
     """
 
     kind: Kind
@@ -41,6 +48,7 @@ class Fault:
     body: bytes = b""
     num_fired: int = field(default=0, init=False)
     has_fired: threading.Event = field(default_factory=threading.Event, init=False)
+    is_halfway: threading.Event = field(default_factory=threading.Event, init=False)
 
 
 def s3_error(code: str) -> bytes:
@@ -126,13 +134,17 @@ class _Handler(BaseHTTPRequestHandler):
         kind = fault.kind if fault else None
         if fault and kind == "answer":
             return self._answer(fault.status, {"Content-Type": "text/html"}, fault.body)
-        if kind == "cut_request":
-            self._send_half(body)
         if kind == "stall":
             self.owner.is_closing.wait()
-        if kind in ("reset", "cut_request", "stall"):
+        if kind in ("reset", "stall"):
             return self._hang_up()
-        status, headers, content = self._ask(body)
+        try:
+            if fault and kind in ("cut_request", "hold_request"):
+                self._send_half(body, fault)
+                return self._hang_up()
+            status, headers, content = self._ask(body, are_conditions_dropped=kind == "drop_conditions")
+        except (OSError, http.client.HTTPException):  # the server is gone
+            return self._hang_up()
         if kind == "lose_answer":
             return self._hang_up()
         self._answer(status, headers, content, num_sent=len(content) // 2 if kind == "cut_answer" else None)
@@ -140,21 +152,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any  # noqa: N815 - the names that http.server calls
 
-    def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def _ask(self, body: bytes, *, are_conditions_dropped: bool) -> tuple[int, dict[str, str], bytes]:
         """Pass a request on; return status, headers and body of the answer."""
+        dropped = CONDITIONS if are_conditions_dropped else ()
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
         connection = http.client.HTTPConnection("127.0.0.1", self.owner.server_port)
         try:
-            connection.request(self.command, self.path, body, {**self.headers})
+            connection.request(self.command, self.path, body, headers)
             answer = connection.getresponse()
             return answer.status, dict(answer.getheaders()), answer.read()
         finally:
             connection.close()
 
-    def _send_half(self, body: bytes) -> None:
-        """Let the server wait for a body that breaks off."""
+    def _send_half(self, body: bytes, fault: Fault) -> None:
+        """Let the server wait for a body that breaks off, and the client for an answer."""
         lines = [f"{self.command} {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in self.headers.items())]
         with socket.create_connection(("127.0.0.1", self.owner.server_port)) as server:
             server.sendall("\r\n".join([*lines, "", ""]).encode() + body[: len(body) // 2])
+            fault.is_halfway.set()
+            if fault.kind == "hold_request":
+                server.settimeout(HOLD_SECONDS)
+                while server.recv(4096):  # a word that it may go on, but no answer
+                    pass
 
     def _answer(self, status: int, headers: dict[str, str], content: bytes, *, num_sent: int | None = None) -> None:
         """Send an answer, or the beginning of one."""

@@ -3,9 +3,16 @@
 Moto looks at a condition and writes in two steps, between which another thread may come; S3 does not. The lock gives
 the server the atomicity that its model has; what a request does is moto's alone. The server keeps its objects in its
 memory, answers at a free port, and ends with the test run.
+
+One with a journal may be killed and come back. Before it answers a request that changes something, it notes that one in
+the journal; when it starts, it repeats what stands there, and only then listens. (Moto's own recorder notes a request
+before it has done it, and can repeat it only to a server that listens already: whoever asks then finds no bucket.)
 """
 
+import base64
+import io
 import json
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -20,20 +27,42 @@ PAGE_SIZE = 10
 
 
 class S3Server:
-    """The server, for the length of a `with`."""
+    """The server, for the length of a `with`.
+
+    Args:
+        journal: a file that keeps its contents for `restart`.
+    """
+
+    def __init__(self, journal: Path | None = None) -> None:
+        self._journal = journal
+        self.port = 0
 
     def __enter__(self) -> Self:
         """Start the process, and wait until it listens."""
-        command = [sys.executable, str(Path(__file__))]
+        command = [sys.executable, str(Path(__file__)), str(self.port), str(self._journal or "")]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        assert line, "the server has not started"
+        self.port = int(line)
         return self
 
     def __exit__(self, *_: object) -> None:
         """End the process."""
         with self._process:
             self._process.kill()
+
+    def kill(self) -> None:
+        """Kill the process, and prove that it is dead."""
+        with self._process:
+            self._process.kill()
+        assert self._process.returncode == -signal.SIGKILL
+
+    def restart(self) -> None:
+        """Start a process at the same port, with all that the one that was killed had in its journal."""
+        assert self._journal is not None
+        assert self._process.returncode is not None
+        self.__enter__()
 
     @property
     def endpoint(self) -> str:
@@ -54,10 +83,9 @@ class S3Server:
         assert answer["status"] == "ok"
 
 
-def _serve() -> None:
+def _serve(port: int, journal: Path | None) -> None:
     """Serve for ever; the port goes to standard output."""
-    import io  # noqa: PLC0415 - the server's process alone needs these
-    import os  # noqa: PLC0415
+    import os  # noqa: PLC0415 - the server's process alone needs these
     import threading  # noqa: PLC0415
 
     os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = str(PAGE_SIZE)
@@ -69,15 +97,41 @@ def _serve() -> None:
     lock = threading.Lock()
 
     def one_at_a_time(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        environ["wsgi.input"] = io.BytesIO(get_input_stream(environ).read())  # raises where the client has gone
+        body = get_input_stream(environ).read()  # raises where the client has gone
+        environ["wsgi.input"] = io.BytesIO(body)
+        is_change = environ["REQUEST_METHOD"] not in ("GET", "HEAD")
+        line = _line_of(environ, body) if journal is not None and is_change else b""
         with lock:
-            return list(moto(environ, start_response))
+            answer = list(moto(environ, start_response))
+            if journal is not None and is_change:
+                with journal.open("ab", buffering=0) as file:  # in one call, so that no kill leaves half of it
+                    file.write(line)
+            return answer
 
-    server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True)
+    if journal is not None and journal.exists():
+        for line in journal.read_text().splitlines():
+            list(moto(_request_of(line), lambda *_: None))
+    server = make_server("127.0.0.1", port, one_at_a_time, threaded=True)
     sys.stdout.write(f"{server.port}\n")
     sys.stdout.flush()
     server.serve_forever()
 
 
+def _line_of(environ: dict[str, Any], body: bytes) -> bytes:
+    """Return a request as a line of the journal."""
+    plain = {name: value for name, value in environ.items() if isinstance(value, str)}
+    return json.dumps({"environ": plain, "body": base64.b64encode(body).decode()}).encode() + b"\n"
+
+
+def _request_of(line: str) -> dict[str, Any]:
+    """Return the request that a line of the journal is of."""
+    content = json.loads(line)
+    return {
+        **content["environ"],
+        "wsgi.input": io.BytesIO(base64.b64decode(content["body"])),
+        "wsgi.errors": sys.stderr,
+    }
+
+
 if __name__ == "__main__":
-    _serve()
+    _serve(int(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2] else None)

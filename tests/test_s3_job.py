@@ -13,6 +13,10 @@ from harness import SMALL, Event, Job, eventually, plain, standalone
 from s3_server import S3Server
 from tiers import Fault, Plan, undisturbed
 
+from elastic_mnist.model import weights_sha256
+from elastic_mnist.snapshots.durable import find
+from elastic_mnist.tools import listing as inspection
+
 pytestmark = pytest.mark.s3
 
 EVERY_5 = (*SMALL, "--save_every_steps=5")
@@ -137,6 +141,44 @@ def test_a_server_that_goes_in_the_middle_of_a_save(
     assert gone.num_fired == 2
     assert deaf.num_fired in (0, 2)  # 0 where that snapshot was superseded
     assert finished["weights_sha256"] == undisturbed_sha256
+
+
+def test_a_server_that_is_killed_in_the_middle_of_a_save(
+    mnist_dir: Path,
+    tmp_path: Path,
+    server: S3Server,
+    undisturbed_sha256: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dead for some tries of the job and back with its contents, it has all the snapshots that it would have had.
+
+    None has failed, the last one is whole, and the result is the same.
+    """
+    assert server.port  # whose environment is left as it is, but for the endpoint
+    location = "s3://bucket/runs/one"
+    options = (*EVERY_5, f"--snapshot_path={location}", LOCAL_LOG)
+    with S3Server(tmp_path / "journal") as mortal, FaultyProxy(mortal.port) as proxy:
+        mortal.request("PUT", "bucket")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        held = proxy.add(Spoiled(kind="hold_request", of=r"PUT .*step-00000005\.pt"))
+        with Job(tmp_path / "job", mnist_dir, plain(), options) as job:
+            assert held.is_halfway.wait(90), job.output
+            mortal.kill()
+            num_before = len(proxy.requests)
+            eventually(lambda: len(proxy.requests) >= num_before + 3, what="tries of the job")
+            assert [event for event in job.events("snapshot.saved") if event["tier"] == "storage"] == []
+            mortal.restart()
+            finished = job.finish()
+            saved = {event["step"] for event in job.events("snapshot.saved")}
+            superseded = {event["step"] for event in job.events("snapshot.superseded")}
+            assert job.events("snapshot.failed") == []
+        assert {5, 32} <= saved
+        assert saved | superseded == {5, 10, 15, 16, 20, 25, 30, 32}
+        assert held.num_fired == 1
+        newest = find(location, named="location")
+        assert (newest.state["step"], newest.num_damaged_newer) == (32, 0)
+        assert inspection.look(location, verify=True).verdict == "whole"
+    assert finished["weights_sha256"] == undisturbed_sha256 == weights_sha256(newest.state["model"])
 
 
 def refused(job: Job) -> str:

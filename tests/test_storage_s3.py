@@ -20,8 +20,11 @@ import pytest
 import structlog
 from faulty_proxy import Fault, FaultyProxy, Kind, s3_error
 from s3_server import PAGE_SIZE, S3Server
+from states import commit, small_state
 
 from elastic_mnist.errors import StoreConflict, StoreError
+from elastic_mnist.snapshots.durable import DurableTier
+from elastic_mnist.snapshots.state import pack
 from elastic_mnist.snapshots.storage import Storage, open_storage, s3
 
 pytest.register_assert_rewrite("storage_contract")
@@ -386,6 +389,100 @@ def test_a_server_without_conditions_is_told_once(proxy: FaultyProxy, place: str
     assert (storage.get("a.pt"), storage.version("a.pt")) == (b"new", version)
     assert not storage.has_conditional_put
     assert [(event["event"], event["log_level"]) for event in events] == [("store.not_fenced", "warning")]
+
+
+def test_a_server_that_does_not_heed_conditions_is_told_once(proxy: FaultyProxy, place: str) -> None:
+    """One that writes whatever the condition is found out by its first write; from then on they are looked at before.
+
+    Storage and log say so.
+    """
+    fault = proxy.add(Fault(kind="drop_conditions", of="PUT", times=1000))
+    storage = open_storage(place)
+    with structlog.testing.capture_logs() as events:
+        version = storage.put_if("a.pt", b"old", None)
+        assert not storage.has_conditional_put
+        assert (storage.get("a.pt"), storage.version("a.pt")) == (b"old", version)
+        version = storage.put_if("a.pt", b"new", version)
+        for stale in (None, '"0"'):
+            with pytest.raises(StoreConflict):
+                storage.put_if("a.pt", b"mine", stale)
+    assert fault.num_fired == 3  # both writes, and the one that should have been refused
+    assert (storage.get("a.pt"), storage.version("a.pt")) == (b"new", version)
+    assert [(event["event"], event["log_level"], event["path"]) for event in events] == [
+        ("store.not_fenced", "warning", place)
+    ]
+
+
+def test_a_server_that_heeds_conditions_is_tried_once(proxy: FaultyProxy, place: str) -> None:
+    """Of a storage's conditional writes the first alone takes a second request, which changes nothing."""
+    storage, version, num_requests = open_storage(place), None, []
+    with structlog.testing.capture_logs() as events:
+        for data in (b"1", b"2", b"3"):
+            before = len(proxy.requests)
+            version = storage.put_if("a.pt", data, version)
+            num_requests.append(len(proxy.requests) - before)
+            assert (storage.get("a.pt"), storage.version("a.pt")) == (data, version)
+    assert num_requests == [2, 1, 1]
+    assert storage.has_conditional_put
+    assert events == []
+
+
+@pytest.mark.parametrize("name", [name for name in PASSING if name != "cut_answer"])  # a refusal's body says nothing
+def test_a_trial_of_the_conditions_that_breaks_off_is_made_again(name: str, proxy: FaultyProxy, place: str) -> None:
+    """The write itself is done, and returns its version; the next one tries the server again."""
+    storage, version = open_storage(place), None
+    written = proxy.add(Fault(kind="drop_conditions", of="PUT"))  # there is no object: that changes nothing
+    fault = proxy.add(replace(PASSING[name], of="PUT"))
+    for data in (b"1", b"2", b"3"):
+        version = storage.put_if("a.pt", data, version)
+        assert (storage.get("a.pt"), storage.version("a.pt")) == (data, version)
+    assert [written.num_fired, fault.num_fired] == [1, 1]
+    assert storage.has_conditional_put
+    assert sum(request.startswith("PUT") for request in proxy.requests) == 2 + 2 + 1
+
+
+@pytest.fixture
+def mortal(server: S3Server, tmp_path: Path) -> Iterator[S3Server]:
+    """A server of the test's own, which may be killed and comes back with its contents."""
+    assert server.port  # whose environment is left as it is, but for the endpoint
+    with S3Server(tmp_path / "journal") as mortal:
+        mortal.request("PUT", "bucket")
+        yield mortal
+
+
+@pytest.mark.parametrize("name", ["step-00000009.pt", "step-00000009.json"])
+@pytest.mark.usefixtures("impatience")
+def test_a_server_that_is_killed_in_the_middle_of_a_save_leaves_the_old_snapshot(
+    name: str, mortal: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With half of the data or of the manifest sent, the save is a StoreError; once it is back, there is the old one.
+
+    The same save then succeeds, and retention does its part.
+    """
+    with FaultyProxy(mortal.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        storage = open_storage("s3://bucket/runs/one")
+        commit(storage, 5)
+        fault = proxy.add(Fault(kind="hold_request", of=f"PUT .*/{name}"))
+        with ThreadPoolExecutor(1) as pool:
+            saving = pool.submit(commit, storage, 9, keep_last=1)
+            assert fault.is_halfway.wait(60)
+            mortal.kill()
+            with pytest.raises(StoreError, match="check AWS_ENDPOINT_URL"):
+                saving.result(60)
+        with pytest.raises(StoreError, match="check AWS_ENDPOINT_URL"):
+            DurableTier(storage).newest_valid()
+        mortal.restart()
+        with structlog.testing.capture_logs() as events:
+            newest = DurableTier(storage).newest_valid()
+        assert (events, fault.num_fired) == ([], 1)
+        assert newest is not None
+        assert newest.data == pack(small_state(5))
+        commit(storage, 9, keep_last=1)
+        newest = DurableTier(storage).newest_valid()
+        assert newest is not None
+        assert newest.data == pack(small_state(9))
+        assert sorted(storage.names()) == ["step-00000009.json", "step-00000009.pt"]
 
 
 def test_threads_share_a_storage(place: str) -> None:

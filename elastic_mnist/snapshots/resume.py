@@ -382,8 +382,8 @@ def _go_on(start: Start, recorded: RunRecord, position: Position, mark_path: Pat
 def _give_up(record: RunRecord, storage: Storage, seen: str | None) -> NoReturn:
     """Raise `UsageError`: the last generations of this launch have all ended at the same step."""
     reason = f"{record.num_stalled + 1} generations in a row have ended at step {record.reached}"
-    # Started again, it may try again: a launch does not always have a name of its own.
-    _claim(storage, replace(record, num_stalled=0), seen, may_wait=True)
+    # Started again, it may try as often again: a launch does not always have a name of its own.
+    _claim(storage, replace(record, num_stalled=0, reached=None, began_at=None), seen, may_wait=True)
     raise UsageError(f"{reason}; the event log and the output above say why. Put it right, and start the job again")
 
 
