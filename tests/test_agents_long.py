@@ -43,7 +43,7 @@ def test_a_node_comes_late_and_five_times(tmp_path: Path, undisturbed_sha256: st
             with node(tmp_path, rendezvous) as second:
                 generation = wait_for_world(first, 2, after=generation, within=90)
                 second.process.send_signal(sign)
-                second.wait(within=END_SECONDS)
+                assert second.wait(within=END_SECONDS) == (143 if sign != signal.SIGKILL else -sign)
             generation = wait_for_world(first, 1, after=generation, within=GO_ON_SECONDS)
         resumes = first.events("run.resumed")
         assert [event["world_size"] for event in resumes] == [2, 1] * 5

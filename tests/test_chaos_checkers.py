@@ -104,6 +104,16 @@ def story(kind: str = "kill", *, resumed_at: int = 15) -> Story:
     return told
 
 
+def stopped(kind: str = "agentterm", *, status: int = 143) -> Story:
+    """Return a job that was asked to stop at step 15 and did, whose agent ended with a status, and that went on."""
+    told = story(kind)
+    told.tell("snapshot.saved", 5.1, step=15, path="step-00000015.pt")
+    told.tell("run.stopped", 5.2, step=15)
+    told.note("agent.ended", 5.3, node=0, status=status, fault=0)
+    told.note("agent.started", 5.4, node=0)
+    return told
+
+
 def killed_cluster(kind: str = "agent", *, resumed_at: int = 10) -> Story:
     """Return a job whose agent was killed at step 15, and that went on from the snapshot of step 10."""
     told = story(kind, resumed_at=resumed_at)
@@ -141,15 +151,16 @@ def test_all_checkers_are_named_here() -> None:
 
 
 @pytest.mark.parametrize("name", CHECKED)
-@pytest.mark.parametrize("told", [story(), killed_cluster(), killed_cluster("damage")])
+@pytest.mark.parametrize("told", [story(), stopped(), stopped("term"), killed_cluster(), killed_cluster("damage")])
 def test_valid(name: str, told: Story) -> None:
     """Of a job that went well, each checker says `valid`."""
     assert verdict_of(name, told) == "valid"
 
 
 BUGS: list[tuple[str, str, Spoil]] = [
-    ("end", "overdue", lambda told: told.note("job.overdue", 19.0, seconds=19.0)),
+    ("end", "overdue", lambda told: told.note("job.overdue", 19.0, reason="no new step within 9 s")),
     ("end", "an agent failed by itself", lambda told: told.note("agent.ended", 6.0, node=0, status=1, fault=None)),
+    ("end", "an agent ended with its worker", lambda told: told.note("agent.ended", 6.0, node=0, status=-9, fault=0)),
     ("end", "it ended unfinished", lambda told: told.drop("run.finished")),
     ("end", "too slow", lambda told: setattr(told, "terms", Terms(job_seconds=20.0))),
     ("weights", "other weights", lambda told: set_to(told.event("run.finished"), weights_sha256=OTHER_SHA256)),
@@ -321,12 +332,33 @@ def test_a_job_that_comes_back_too_late() -> None:
 def test_a_stop_must_be_in_order(kind: str) -> None:
     """A job that was asked to stop and goes on without `run.stopped` is `invalid`, unless all was saved before."""
     told = story(kind)
+    told.note("agent.ended", 5.3, node=0, status=143, fault=0)
     assert told.outcome().verdict == "invalid"
     assert "was not stopped in order: the newest snapshot is that of step 10" in told.outcome().reason
     told.tell("run.stopped", 5.2, step=15)
     assert told.outcome().verdict == "valid"
     told.drop("run.stopped")
     told.tell("snapshot.saved", 4.9, step=15, path="step-00000015.pt")
+    assert told.outcome().verdict == "valid"
+
+
+@pytest.mark.parametrize("kind", ["term", "termall", "agentterm"])
+def test_an_agent_that_was_asked_to_stop_ends_with_143(kind: str) -> None:
+    """With any other status, a failure's or a crash's, no request to stop explains its end."""
+    for status, verdict in ((143, "valid"), (1, "invalid"), (2, "invalid"), (-11, "invalid"), (-9, "invalid")):
+        assert verdict_of("end", stopped(kind, status=status)) == verdict
+    assert stopped(kind).outcome().verdict == "valid"
+
+
+@pytest.mark.parametrize("kind", ["agent", "damage", "agentterm"])
+def test_an_agent_that_was_to_end_may_not_go_on(kind: str) -> None:
+    """Where a fault is an agent's end, an agent that lives on is `invalid`; a worker's stop may be its own."""
+    told = stopped() if kind == "agentterm" else killed_cluster(kind)
+    told.notes = [note for note in told.notes if note.get("fault") is None]
+    assert told.outcome().verdict == "invalid"
+    assert "the agent did not end with status" in told.outcome().reason
+    told = stopped("term")
+    told.notes = [note for note in told.notes if note.get("fault") is None]
     assert told.outcome().verdict == "valid"
 
 

@@ -94,14 +94,16 @@ def test_faults_befall_ranks_that_are_there(seed: int, kinds: tuple[str, ...], n
 
 @given(seeds, nums_faults, shapes)
 def test_what_a_fault_needs_is_there(seed: int, num_faults: int, shape: Shape) -> None:
-    """A snapshot is there to be damaged; the node that leaves is not the first; only a lone node loses its agent."""
+    """A snapshot is there to be damaged; the node that leaves is not the first; the first one's agent ends alone."""
     faults = generate(seed, ALL, num_faults, shape)
     for fault, num_nodes in zip(faults, worlds(faults), strict=True):
         if fault.kind == "damage":
             assert fault.step >= shape.first_damage_step
             assert 0 <= fault.argument < 1000
-        if KINDS[fault.kind].is_end_of_agent:
+        if KINDS[fault.kind].is_end_of_agent or fault.kind == "termall":
             assert num_nodes == 1
+        if fault.kind == "term" and num_nodes > 1:
+            assert fault.ranks[0] >= shape.num_processes
         if fault.kind == "shrink":
             assert fault.ranks == ((num_nodes - 1) * shape.num_processes,)
         if fault.kind == "killall":

@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,23 @@ COMMAND = (
 )
 
 
+# 60 steps of a few milliseconds; most of the time goes into the starts of workers.
+SHORT = (
+    *("--dataset=synthetic", "--train_samples=480", "--test_samples=60", "--epochs=1"),
+    *("--global_batch_size=8", "--micro_batch_size=4", "--hang_timeout=4"),
+)
+# 100 steps, of which one waits half the hang timeout for the node that joins.
+LONGER = (*SHORT, "--train_samples=800", "--hang_timeout=10")
+
+
+def command(*arguments: object) -> list[str]:
+    """Return the console command."""
+    return [sys.executable, "-m", "elastic_mnist.tools.cli", "chaos", *map(str, arguments)]
+
+
 def tool(*arguments: object) -> "subprocess.CompletedProcess[str]":
     """Run the console command."""
-    command = [sys.executable, "-m", "elastic_mnist.tools.cli", "chaos", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +72,30 @@ def test_a_real_job_under_real_faults(done: tuple[Path, "subprocess.CompletedPro
     for fault in report["faults"]:
         assert (fault["verdict"], fault["step"]) == ("valid", fault["fault"]["step"]), fault
     assert [check["verdict"] for check in report["checks"]] == ["valid"] * len(checkers.CHECKERS)
+
+
+@pytest.mark.parametrize(
+    ("seed", "kinds", "nodes", "training"),
+    [
+        (3, "kill,stop", ("--nodes=1", "--nproc=2"), SHORT),
+        (3, "term,agent", ("--nodes=1", "--nproc=2"), SHORT),
+        (3, "agentterm,killall", ("--nodes=1", "--nproc=2"), SHORT),
+        (1, "grow,shrink", ("--nodes=2", "--nproc=1"), LONGER),
+    ],
+    ids=["kill and stop", "term and agent", "agentterm and killall", "grow and shrink"],
+)
+def test_a_handful_of_seeds(
+    seed: int, kinds: str, nodes: tuple[str, ...], training: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Of each, both faults fired, both and all else are valid, and the exit status is 0."""
+    asked = (f"--seed={seed}", "--faults=2", f"--kinds={kinds}", *nodes, "--patience=3")
+    process = tool("--directory", tmp_path / "jobs", "--json", tmp_path / "report.json", *asked, "--", *training)
+    assert process.returncode == 0, process.stdout + process.stderr
+    report = report_of(tmp_path / "jobs")
+    assert [fault["fault"]["kind"] for fault in report["faults"]] == kinds.split(",")
+    assert all(fault["step"] is not None for fault in report["faults"])
+    verdicts = [found["verdict"] for found in (report, *report["faults"], *report["checks"])]
+    assert verdicts == ["valid"] * (1 + 2 + len(checkers.CHECKERS))
 
 
 def test_seed_and_replay_command_come_first(done: tuple[Path, "subprocess.CompletedProcess[str]"]) -> None:
@@ -158,16 +197,79 @@ def test_a_training_that_is_refused_is_a_usage_error(tmp_path: Path, monkeypatch
     assert "use --dataset synthetic" in line
 
 
-def test_a_job_that_is_overdue_is_ended(tmp_path: Path) -> None:
-    """The injector ends it, notes so, and leaves no process behind."""
-    options = ("--dataset=synthetic", "--epochs=100", "--hang_timeout=10")
-    job = JobPlan(directory=tmp_path, options=options, num_processes=1, max_nodes=1, faults=(), seconds=0.5)
+@pytest.mark.parametrize(
+    ("seconds", "still_seconds", "reason"),
+    [(0.5, inf, "not finished within 0 s"), (inf, 0.5, "no new step within 0 s")],
+    ids=["too long", "too still"],
+)
+def test_a_job_that_is_overdue_is_ended(seconds: float, still_seconds: float, reason: str, tmp_path: Path) -> None:
+    """One that takes too long, or stands still: the injector ends it, notes so, and leaves no process behind."""
+    job = JobPlan(
+        directory=tmp_path,
+        options=("--dataset=synthetic", "--epochs=100", "--hang_timeout=10"),
+        num_processes=1,
+        max_nodes=1,
+        faults=(),
+        seconds=seconds,
+        still_seconds=still_seconds,
+    )
     injector.run(job, lambda _: None)
     told = history.read_job(tmp_path)
-    assert told.noted("job.overdue")
+    assert [note["reason"] for note in told.noted("job.overdue")] == [reason]
     assert [note["status"] for note in told.noted("agent.ended")] == [-9]
     assert not leftovers.processes(tmp_path)
-    assert checkers.check_end(history.History(faults=(), terms=Terms(), calm=told, disturbed=told)).verdict == "invalid"
+    end = checkers.check_end(history.History(faults=(), terms=Terms(), calm=told, disturbed=told))
+    assert (end.verdict, end.evidence) == ("invalid", reason)
+
+
+def test_an_undisturbed_job_that_stands_still_is_told(tmp_path: Path) -> None:
+    """It has a bound, too: `unknown` with the reason in one line, and status 3."""
+    training = ("--dataset=synthetic", "--epochs=100", "--hang_timeout=1")
+    asked = ("--seed=1", "--kinds=kill", "--nproc=1", "--patience=1e-9")  # so that only the hang timeout is left
+    process = tool(*asked, f"--directory={tmp_path / 'jobs'}", "--", *training)
+    assert process.returncode == 3, process.stdout + process.stderr
+    (line,) = [line for line in process.stdout.splitlines() if "unknown" in line]
+    assert "the undisturbed job did not finish (no new step within 1 s)" in line
+    assert not leftovers.processes(tmp_path / "jobs" / "calm")
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
+def test_no_job_outlives_the_command(sign: signal.Signals, tmp_path: Path) -> None:
+    """Asked to end, by a signal or with its terminal, it ends its job first."""
+    job = tmp_path / "jobs" / "calm"
+    asked = ("--seed=1", "--kinds=kill", f"--directory={tmp_path / 'jobs'}", "--", "--dataset=synthetic")
+    with subprocess.Popen(command(*asked), stdout=subprocess.DEVNULL) as process:
+        eventually(lambda: leftovers.processes(job), within=30)
+        process.send_signal(sign)
+        assert process.wait(60) == 128 + sign
+    assert not leftovers.processes(job)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "is_explained"),
+    [
+        ("agentterm", 143, True),
+        ("agentterm", 1, False),
+        ("agentterm", -11, False),
+        ("term", 143, True),
+        ("term", 1, False),
+        ("agent", -9, True),
+        ("agent", 143, False),
+        ("kill", -9, False),
+        ("kill", 143, False),
+    ],
+)
+def test_a_fault_explains_one_end_with_one_status(kind: str, status: int, is_explained: bool, tmp_path: Path) -> None:
+    """An agent that ends otherwise, or once more, ends by itself."""
+    fault = Fault(kind=kind, step=5, ranks=(0,))
+    job = JobPlan(
+        directory=tmp_path, options=(), num_processes=1, max_nodes=1, faults=(fault,), seconds=9, still_seconds=9
+    )
+    supervisor = injector._Supervisor(job, lambda _: None)
+    assert supervisor._cause(0, status) is None  # before the fault has fired
+    Marks(tmp_path / "plan.json").make(0, 0, step=5)
+    supervisor._look_at_marks()
+    assert [supervisor._cause(0, status) for _ in range(2)] == [0 if is_explained else None, None]
 
 
 def test_leftovers_are_found_and_killed(tmp_path: Path) -> None:
@@ -180,15 +282,63 @@ def test_leftovers_are_found_and_killed(tmp_path: Path) -> None:
     assert leftovers.processes(tmp_path) == [pid]
     assert leftovers.processes(tmp_path / "other") == []
     leftovers.kill(tmp_path)
-    eventually(lambda: not leftovers.processes(tmp_path), within=10)
+    assert not leftovers.processes(tmp_path)
+
+
+def test_a_process_that_cannot_be_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it for ever."""
+    environment = {**os.environ, leftovers.JOB_VARIABLE: str(tmp_path)}
+    with subprocess.Popen(["sleep", "60"], env=environment) as process:
+        eventually(lambda: leftovers.processes(tmp_path), within=10)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "kill", lambda *_: None)
+            assert leftovers.kill(tmp_path, within=0.1) == [process.pid]
+        process.kill()
+
+
+HOLDER = """
+import mmap, os, sys
+memory = os.memfd_create("elastic_mnist")
+os.ftruncate(memory, 4096)
+inode = os.fstat(memory).st_ino
+if sys.argv[1] == "mapped":
+    mapped = mmap.mmap(memory, 4096)
+    os.closerange(3, 99)
+print(inode, flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("how", ["open", "mapped"])
+def test_memory_is_found_while_a_process_holds_it(how: str) -> None:
+    """Whosever that process is, and also where it has it mapped only; other memory is another job's."""
+    holder = [sys.executable, "-c", HOLDER, how]
+    with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        inode = int(process.stdout.readline())
+        assert leftovers.memory(process.pid) == ({inode} if how == "open" else set())
+        assert leftovers.holders({inode}) == [f"held by process {process.pid}"]
+        assert leftovers.holders({inode + 2**32}) == []
+        process.kill()
+    assert leftovers.holders({inode}) == []
 
 
 def test_temporary_files_are_found(tmp_path: Path) -> None:
-    """Hidden ones, too, at any depth."""
+    """Hidden ones, too, at any depth; in TMPDIR all that torch is not known to leave."""
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / ".step-00000005.pt.0123.tmp").touch()
     (tmp_path / "snapshots" / "step-00000005.pt").touch()
-    assert leftovers.temporary_files(tmp_path) == ["snapshots/.step-00000005.pt.0123.tmp"]
+    torchs = tmp_path / "tmp" / "torchelastic_0123" / "none_0123" / "attempt_0" / "1"
+    torchs.mkdir(parents=True)
+    (torchs / "error.json").touch()
+    (torchs / "stdout.log").touch()
+    (tmp_path / "tmp" / "torchinductor_root").mkdir()
+    (tmp_path / "tmp" / "torch_4711").touch()
+    assert leftovers.temporary_files(tmp_path) == [
+        "snapshots/.step-00000005.pt.0123.tmp",
+        "tmp/torch_4711",
+        "tmp/torchelastic_0123/none_0123/attempt_0/1/stdout.log",
+    ]
 
 
 def test_a_mark_is_made_once(tmp_path: Path) -> None:

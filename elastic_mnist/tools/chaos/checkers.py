@@ -79,7 +79,7 @@ def judge_fault(history: History, index: int) -> Outcome:
         *_late("noticed", detected_seconds, history.terms.detect_seconds(fault)),
         *_late("back at its step", recovered_seconds, history.terms.recover_seconds(fault)),
         *([f"{lost} steps lost, promised are at most {promised}"] if lost is not None and lost > promised else []),
-        *_complaints_of_kind(history, fault, fired, after),
+        *_complaints_of_kind(history, index, fired, after),
     ]
     return Outcome(
         fault=fault,
@@ -163,13 +163,17 @@ def _damage_of(job: Job, fired: Facts) -> Facts | None:
     return next((note for note in job.noted("snapshot.damaged") if note["time"] >= fired["time"]), None)
 
 
-def _complaints_of_kind(history: History, fault: Fault, fired: Facts, after: Sequence[Facts]) -> list[str]:
+def _complaints_of_kind(history: History, index: int, fired: Facts, after: Sequence[Facts]) -> list[str]:
     """Return what is amiss in what only this kind of fault should have brought about."""
+    fault = history.faults[index]
     start = next((facts for facts in after if _is_new_start(fired, facts)), None)
     if KINDS[fault.kind].is_stop and not any(facts.get("event") == "run.stopped" for facts in after):
         saved = history.disturbed.newest_durable(_end_of_generation(fired, after))
         if saved < fired["step"]:  # else it was stopped before it had anything to save
             return [f"was not stopped in order: the newest snapshot is that of step {saved}"]
+    ends = [note for note in history.disturbed.noted("agent.ended") if note.get("fault") == index]
+    if KINDS[fault.kind].is_end_of_agent and not ends:
+        return [f"the agent did not end with status {KINDS[fault.kind].agent_status}"]
     if fault.kind in {"grow", "shrink"} and start is not None:
         change = start["world_size"] - fired["world_size"]
         if (change > 0) != (fault.kind == "grow") or not change:
@@ -189,11 +193,12 @@ def check_end(history: History) -> Finding:
     """When the faults are over, the job finishes, in time."""
     job, bound = history.disturbed, history.terms.job_seconds
     starts, ends = job.noted("agent.started"), job.noted("job.ended")
-    if job.noted("job.overdue"):
-        return _finding("end", INVALID, f"not finished within {bound:.0f} s")
+    overdue = job.noted("job.overdue")
+    if overdue:
+        return _finding("end", INVALID, overdue[0]["reason"])
     if not starts or not ends:
         return _finding("end", UNKNOWN, "the injector has not noted the job's start and end")
-    failed = [note["status"] for note in job.noted("agent.ended") if note["status"] and note.get("fault") is None]
+    failed = [note["status"] for note in job.noted("agent.ended") if not _is_explained(history, note)]
     if failed:
         return _finding("end", INVALID, f"agents ended with status {failed}, which no fault explains")
     if job.finished is None:
@@ -201,6 +206,13 @@ def check_end(history: History) -> Finding:
     seconds = ends[-1]["time"] - starts[0]["time"]
     verdict = VALID if seconds <= bound else INVALID
     return _finding("end", verdict, f"finished after {seconds:.1f} s, at most {bound:.0f} s are allowed")
+
+
+def _is_explained(history: History, note: Facts) -> bool:
+    """Whether an agent ended in success, or as the fault at that time has agents end."""
+    index = note.get("fault")
+    expected = 0 if index is None else KINDS[history.faults[index].kind].agent_status
+    return bool(note["status"] == expected)
 
 
 def check_weights(history: History) -> Finding:

@@ -6,12 +6,11 @@ process of the job outlives `run`.
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -43,6 +42,7 @@ class JobPlan:
         max_nodes: nodes at most.
         faults: the plan; empty for none.
         seconds: after which the job is overdue, and ended.
+        still_seconds: without a new step, after which it is ended as well.
     """
 
     directory: Path
@@ -51,16 +51,19 @@ class JobPlan:
     max_nodes: int
     faults: tuple[Fault, ...]
     seconds: float
+    still_seconds: float
 
 
 def run(job: JobPlan, tell: Callable[[str], None]) -> None:
     """Run a job to its end, whatever that is; `tell` is told what happens meanwhile."""
-    job.directory.mkdir(parents=True, exist_ok=True)
+    (job.directory / leftovers.TMPDIR).mkdir(parents=True, exist_ok=True)
     write_plan(job.directory / "plan.json", job.faults)
     try:
         _Supervisor(job, tell).run()
     finally:
-        leftovers.kill(job.directory)
+        undying = leftovers.kill(job.directory)
+        if undying:
+            tell(f"processes of the job that cannot be killed: {', '.join(map(str, undying))}")
 
 
 class _Supervisor:
@@ -77,22 +80,44 @@ class _Supervisor:
         self._newest: int | None = None  # of the faults that have fired
         self._explained: set[tuple[int, int]] = set()
         self._num_unexpected = 0
+        self._began = self._moved = time.monotonic()
+        self._mark = ""  # of its progress
+        self._memory: set[int] = set()
 
     def run(self) -> None:
-        self._began = time.monotonic()
         self._start(0)
         while self._agents:
             self._look_at_marks()
             self._look_at_agents()
-            if time.monotonic() - self._began > self._job.seconds:
-                self._note("job.overdue", seconds=self._job.seconds)
+            self._look_at_progress()
+            overdue = self._overdue()
+            if overdue is not None:
+                self._note("job.overdue", reason=overdue)
                 leftovers.kill(self._job.directory)
                 break
             time.sleep(_POLL_SECONDS)
         for node, agent in self._agents.items():
-            self._note("agent.ended", node=node, status=agent.wait())
+            self._note("agent.ended", node=node, status=_status(agent))
         self._note("job.ended")
         self._note_leftovers()
+
+    def _look_at_progress(self) -> None:
+        """Notice a new step; with the first one of a generation, what memory its agents hold."""
+        mark = _read(self._job.directory / "snapshots" / "events.jsonl.progress")
+        if mark == self._mark:
+            return
+        if mark.split()[:2] != self._mark.split()[:2]:  # run and generation
+            self._memory.update(*(leftovers.memory(agent.pid) for agent in self._agents.values()))
+        self._mark, self._moved = mark, time.monotonic()
+
+    def _overdue(self) -> str | None:
+        """Return why the job is to be ended, if it is."""
+        now, job = time.monotonic(), self._job
+        if now - self._began > job.seconds:
+            return f"not finished within {job.seconds:.0f} s"
+        if now - self._moved > job.still_seconds:
+            return f"no new step within {job.still_seconds:.0f} s"
+        return None
 
     def _look_at_marks(self) -> None:
         """Notice the faults that have fired, and let a node join where one has asked for it."""
@@ -136,10 +161,7 @@ class _Supervisor:
         if index is None or (index, node) in self._explained:
             return None
         self._explained.add((index, node))
-        kind = self._job.faults[index].kind
-        if kind in {"agent", "damage", "shrink"}:
-            return index if status == -signal.SIGKILL else None
-        return index if KINDS[kind].is_end_of_agent or KINDS[kind].is_stop else None
+        return index if status == KINDS[self._job.faults[index].kind].agent_status else None
 
     def _start(self, node: int) -> None:
         job = self._job
@@ -171,7 +193,11 @@ class _Supervisor:
         ]
 
     def _environment(self) -> dict[str, str]:
-        environment = {**os.environ, leftovers.JOB_VARIABLE: str(self._job.directory)}
+        environment = {
+            **os.environ,
+            leftovers.JOB_VARIABLE: str(self._job.directory),
+            "TMPDIR": str(self._job.directory / leftovers.TMPDIR),
+        }
         if self._job.faults:
             environment[PLAN_VARIABLE] = str(self._job.directory / "plan.json")
             inherited = os.environ.get("PYTHONPATH")
@@ -198,7 +224,7 @@ class _Supervisor:
         def left() -> dict[str, list[str]]:
             return {
                 "processes": [str(pid) for pid in leftovers.processes(self._job.directory)],
-                "shared_memory": leftovers.shared_memory(frozenset(_run_ids(self._job.directory))),
+                "shared_memory": leftovers.holders(self._memory),
                 "temporary_files": leftovers.temporary_files(self._job.directory),
             }
 
@@ -223,9 +249,16 @@ def _until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _run_ids(directory: Path) -> Iterator[str]:
-    """Return the name of the run whose record is there."""
+def _status(agent: "subprocess.Popen[bytes]") -> int | None:
+    """Return the exit status of an agent that was killed; None where it does not end."""
     try:
-        yield json.loads((directory / "snapshots" / "run.json").read_text())["run_id"]
-    except (OSError, ValueError, KeyError):
-        return
+        return agent.wait(leftovers.KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

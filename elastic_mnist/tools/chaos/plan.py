@@ -9,11 +9,12 @@ undisturbed job.
 """
 
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from elastic_mnist.errors import UsageError
+from elastic_mnist.errors import EXIT_STOPPED, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class Kind:
         detect_seconds: at most, until the log tells of it.
         recover_seconds: at most, until the job is again where it was; beside the time to detect it.
         waits_for_hang: whether it is noticed by `--hang_timeout` alone, which is added to `detect_seconds`.
+        agent_status: with which it ends a node's agent, where it does; None where the agent must go on.
         is_end_of_agent: whether it ends a node's agent, to be started again; the node's memory tier ends with it.
         is_stop: whether it asks the job to stop in order.
         is_of_data: whether it befalls a batch, each time, and no process.
@@ -34,6 +36,7 @@ class Kind:
     detect_seconds: float = 15.0
     recover_seconds: float = 45.0
     waits_for_hang: bool = False
+    agent_status: int | None = None
     is_end_of_agent: bool = False
     is_stop: bool = False
     is_of_data: bool = False
@@ -44,16 +47,23 @@ KINDS: Final[dict[str, Kind]] = {
     "killall": Kind(text="SIGKILL of all workers of a node at once"),
     "stop": Kind(text="SIGSTOP of a worker", waits_for_hang=True),
     "spin": Kind(text="a worker computes for ever", waits_for_hang=True),
-    "term": Kind(text="SIGTERM to a worker", is_stop=True),
-    "termall": Kind(text="SIGTERM to rank 0, and 200 ms later to rank 1", is_stop=True),
+    # A worker that was asked to stop by another than its agent has the agent stop, too.
+    "term": Kind(text="SIGTERM to a worker", agent_status=EXIT_STOPPED, is_stop=True),
+    "termall": Kind(text="SIGTERM to rank 0, and 200 ms later to rank 1", agent_status=EXIT_STOPPED, is_stop=True),
     "raise": Kind(text="an exception in a worker"),
     "exit": Kind(text="a worker ends by itself, with status 0 or 1"),
     "nan": Kind(text="a batch whose loss is not a number", is_of_data=True),
-    "damage": Kind(text="SIGKILL of the agent, and a flipped byte in the newest snapshot", is_end_of_agent=True),
-    "agent": Kind(text="SIGKILL of the agent", is_end_of_agent=True),
-    "agentterm": Kind(text="SIGTERM to the agent", is_end_of_agent=True, is_stop=True),
+    "damage": Kind(
+        text="SIGKILL of the agent, and a flipped byte in the newest snapshot",
+        agent_status=-signal.SIGKILL,
+        is_end_of_agent=True,
+    ),
+    "agent": Kind(text="SIGKILL of the agent", agent_status=-signal.SIGKILL, is_end_of_agent=True),
+    "agentterm": Kind(text="SIGTERM to the agent", agent_status=EXIT_STOPPED, is_end_of_agent=True, is_stop=True),
     "grow": Kind(text="a node joins", detect_seconds=45.0),
-    "shrink": Kind(text="SIGKILL of the agent of the node that joined last", detect_seconds=30.0),
+    "shrink": Kind(
+        text="SIGKILL of the agent of the node that joined last", detect_seconds=30.0, agent_status=-signal.SIGKILL
+    ),
 }
 
 _MAX_POISONED: Final = 10
@@ -175,13 +185,14 @@ def _is_possible(kind: str, step: int, num_nodes: int, shape: Shape) -> bool:
     """Whether a fault can come in a job that is at a step, with so many nodes.
 
     The first node's agent holds the rendezvous, and its end is the end of all nodes: it comes while there is one.
+    A worker that is asked to stop has its agent end, so among several nodes it is none of the first one's.
     """
     if kind == "grow":
         return num_nodes < shape.max_nodes
     if kind == "shrink":
         return num_nodes > 1
     if kind == "termall":
-        return num_nodes * shape.num_processes > 1
+        return num_nodes == 1 and shape.num_processes > 1
     if KINDS[kind].is_end_of_agent:
         return num_nodes == 1 and (kind != "damage" or step >= shape.first_damage_step)
     return True
@@ -199,6 +210,8 @@ def _fault(draw: Draw, kind: str, step: int, num_nodes: int, shape: Shape) -> Fa
         ranks = (num_ranks - size,)
     elif kind in {"grow", "nan"}:
         ranks = (0,)
+    elif kind == "term" and num_nodes > 1:
+        ranks = (size + draw.below(num_ranks - size),)
     else:
         ranks = (draw.below(num_ranks),)
     if kind == "exit":

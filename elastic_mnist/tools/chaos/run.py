@@ -32,7 +32,10 @@ SMALL_JOB: Final = (
 _DEFAULTS: Final = ("--hang_timeout=10", "--save_every_steps=10")
 _REFUSAL: Final = "elastic_mnist: error: "
 _OURS: Final = ("snapshot_path", "event_log", "sample_log")
+_ENDS: Final = (signal.SIGTERM, signal.SIGHUP)
 _SPARE_SECONDS: Final = 60.0
+_STILL_SECONDS: Final = 900.0
+"""Of the undisturbed job nobody knows how long it takes, but that it makes a step now and then."""
 _SLOWER: Final = 3.0
 """A job of several nodes on one machine shares its cores, and makes some steps again."""
 
@@ -97,7 +100,9 @@ def run(request: Request) -> int:
     _say(f"seed {request.seed}, {len(faults)} faults; to do the same again:", request.command, "")
     _say(*report.plan_lines(faults), "")
     directory = _make_directory(request.directory)
-    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: no job outlives this process
+    for number in _ENDS:  # as Ctrl-C does: no job outlives this process
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _end)
     is_temporary = request.directory is None
     try:
         status = _run_in(directory, request, options, settings, faults)
@@ -172,13 +177,15 @@ def _run_in(
             max_nodes=request.max_nodes,
             faults=tuple(faults),
             seconds=seconds,
+            still_seconds=request.patience * _STILL_SECONDS + settings.hang_timeout,
         )
 
     tell("the job, undisturbed")
     poisoned = [fault for fault in faults if KINDS[fault.kind].is_of_data]
     injector.run(job("calm", poisoned, math.inf), tell)
-    if not _has_finished(directory / "calm"):
-        tell("unknown: the undisturbed job did not finish, so there is nothing to compare with")
+    failure = _failure(directory / "calm")
+    if failure is not None:
+        tell(f"unknown: the undisturbed job did not finish ({failure}), so there is nothing to compare with")
         return _STATUS["unknown"]
     calm_seconds = time.monotonic() - began
     terms = Terms(
@@ -220,17 +227,21 @@ def _make_directory(asked: Path | None) -> Path:
     return asked.resolve()
 
 
-def _has_finished(directory: Path) -> bool:
-    """Whether the undisturbed job came to its end; raises `UsageError` with the reason where it was refused."""
-    status = [note["status"] for note in history.read_notes(directory) if note["note"] == "agent.ended"][-1]
+def _failure(directory: Path) -> str | None:
+    """Return why the undisturbed job did not come to its end; raises `UsageError` where it was refused."""
+    notes = history.read_notes(directory)
+    status = [note["status"] for note in notes if note["note"] == "agent.ended"][-1]
     if status == EXIT_USAGE:
         output = max(directory.glob("output-*")).read_text(errors="replace")
         reasons = [line for line in output.splitlines() if line.startswith(_REFUSAL)]
         raise UsageError("".join([*output.splitlines(), *reasons][-1:]).removeprefix(_REFUSAL))
-    return bool(status == 0)
+    overdue = [str(note["reason"]) for note in notes if note["note"] == "job.overdue"]
+    return None if status == 0 else "".join(overdue) or f"status {status}"
 
 
 def _end(number: int, _frame: object) -> NoReturn:
+    for each in _ENDS:  # a second one must not end the end of the job
+        signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
