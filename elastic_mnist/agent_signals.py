@@ -71,6 +71,11 @@ class AgentSignals:
         self._held = None
         self.release()
 
+    def ignore(self) -> None:
+        """Be deaf from here on: the end has begun, and a second request must not end that."""
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_IGN)
+
     def _handle(self, number: int, _frame: object) -> None:
         """Called in the main thread, whichever thread the signal came to."""
         if not self._is_holding:

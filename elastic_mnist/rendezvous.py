@@ -27,6 +27,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastic_mnist import launch
 from elastic_mnist.agent_signals import AgentSignals
-from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, ElasticMnistError, Fenced, UsageError
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Fenced, UsageError
 from elastic_mnist.meeting import meet
 from elastic_mnist.store_watch import StoreWatch
 
@@ -79,6 +80,8 @@ _ENDS: Final[dict[type[Exception], str]] = {
     RendezvousTimeoutError: "has too few nodes, and no more came in time; start them together",
 }
 """Ways in which a rendezvous ends for a node, and what can be done about it."""
+
+_RESCUE_SECONDS: Final = 60.0
 
 Creator = Callable[[RendezvousParameters], RendezvousHandler]
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -324,6 +327,8 @@ class StaticRendezvous(RendezvousHandler):
 
     def end_of_stop(self, error: BaseException) -> int:
         """Say how an agent ends that was asked to stop; return its exit status."""
+        if self._signals is not None:
+            self._signals.ignore()
         if self._warden is None or self._warden.has_stopped:
             is_saved = True
         else:
@@ -343,15 +348,17 @@ class StaticRendezvous(RendezvousHandler):
         path = os.environ.get(launch.MEMORY)
         if self._options is None or path is None or os.stat(path).st_size == 0:  # noqa: PTH116 - a Path reads the link
             return False
-        from elastic_mnist.snapshots.rescue import save_held  # noqa: PLC0415 - most agents need it never
-
-        try:
-            return save_held(path, self._options, reason=reason)
-        except Fenced:
-            return True
-        except ElasticMnistError as error:
-            _say(f"error: what the node's memory holds cannot be saved: {error}")
-            return False
+        outcomes: list[bool | Exception] = []
+        thread = threading.Thread(target=_save_held, args=(path, self._options, reason, outcomes), daemon=True)
+        thread.start()  # a store may hang for ever, and an agent that ends must not
+        thread.join(_RESCUE_SECONDS)
+        outcome = outcomes[0] if outcomes else f"not within {_RESCUE_SECONDS:.0f} s"
+        if isinstance(outcome, Fenced):
+            return True  # a later generation has more
+        if isinstance(outcome, bool):
+            return outcome
+        _say(f"error: what the node's memory holds cannot be saved: {outcome}")
+        return False
 
     def _is_others_job(self) -> bool:
         """Whether this node alone ends, and the job goes on without it."""
@@ -489,6 +496,16 @@ def _serve_workers(options: "Settings") -> "Warden | None":
     warden = Warden(hang_timeout=options.hang_timeout, event_log=options.event_log_path)
     os.environ[launch.PULSE] = warden.path
     return warden
+
+
+def _save_held(path: str, options: "Settings", reason: str | None, outcomes: "list[bool | Exception]") -> None:
+    """Save what a node's memory holds; the outcome, or the error, is appended to `outcomes`."""
+    from elastic_mnist.snapshots.rescue import save_held  # noqa: PLC0415 - most agents need it never
+
+    try:
+        outcomes.append(save_held(path, options, reason=reason))
+    except Exception as error:  # noqa: BLE001 - carried to the main thread, whatever it is
+        outcomes.append(error)
 
 
 def _say(message: str) -> None:
