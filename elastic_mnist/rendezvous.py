@@ -357,7 +357,7 @@ class StaticRendezvous(RendezvousHandler):
             return True  # a later generation has more
         if isinstance(outcome, bool):
             return outcome
-        _say(f"error: what the node's memory holds cannot be saved: {outcome}")
+        _say(f"warning: what the node's memory holds cannot be saved: {outcome}")
         return False
 
     def _is_others_job(self) -> bool:
