@@ -180,10 +180,20 @@ def test_what_is_held_is_saved_and_told(place: Place, memory_path: str) -> None:
 
 @pytest.mark.parametrize("step", [3, 5])
 def test_what_a_snapshot_has_already_is_left_as_it_is(step: int, place: Place, memory_path: str) -> None:
-    """A state of the newest snapshot's step, or of one before, is safe as it is."""
+    """A state of the newest snapshot's step, or of one before, is safe as it is; a stop tells of that snapshot."""
     before = contents(place.directory)
-    assert save_held(place, memory_path, place.record(), step)
+    with capture_logs() as told:
+        assert save_held(place, memory_path, place.record(), step, reason="SIGTERM")
     assert contents(place.directory) == before
+    assert (told[-1]["event"], told[-1]["step"]) == ("run.stopped", 5)
+    assert told[-1]["path"] == f"{place.directory}/step-00000005.pt"
+
+
+def test_a_damaged_snapshot_of_what_is_held_is_made_again(place: Place, memory_path: str) -> None:
+    """A manifest alone does not make it safe."""
+    (place.directory / "step-00000005.pt").write_bytes(b"damaged")
+    assert save_held(place, memory_path, place.record(), 5)
+    assert newest_step(place) == 5
 
 
 def test_an_empty_memory_saves_nothing(place: Place, memory_path: str) -> None:

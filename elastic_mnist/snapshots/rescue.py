@@ -11,6 +11,7 @@ from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import memory
 from elastic_mnist.snapshots.claim import Claim, is_held_by
 from elastic_mnist.snapshots.durable import DurableTier
+from elastic_mnist.snapshots.state import position_of
 from elastic_mnist.snapshots.storage import open_storage
 
 
@@ -39,8 +40,12 @@ def save_held(memory_path: str, settings: Settings, *, reason: str | None) -> bo
     world_size = held.state["world_size"]
     events.configure(settings.event_log_path, rank=0, world_size=world_size, log_format=settings.log_format)
     events.identify(run_id=held.record.run_id, generation=held.record.generation)
-    if all(manifest.step < held.position.step for manifest in tier.manifests()):
+    position, path = held.position, tier.path(held.position.step)
+    newest = tier.newest_valid(after=position.step - 1)
+    if newest is None:
         tier.save_state(held.state, Claim(storage, held.record, None).check)
+    else:  # the same step, or one that came after what is kept only now and then
+        position, path = position_of(newest.state), newest.path
     if reason is not None:
-        events.log.info("run.stopped", reason=reason, **vars(held.position), path=tier.path(held.position.step))
+        events.log.info("run.stopped", reason=reason, **vars(position), path=path)
     return True
