@@ -124,6 +124,7 @@ class Warden:
 
     def _end(self, sign: Sign, reason: str) -> None:
         condition = processes.condition(sign.pid)
+        self._lost[sign.pid] = sign.pid_started  # before it is killed: it does not die without a word
         try:
             stack = _stack_of(sign)
         finally:
@@ -131,7 +132,6 @@ class Warden:
                 os.kill(sign.pid, signal.SIGKILL)
         self._beats.pop(sign.pid)
         self._done.pop(sign.pid)
-        self._lost[sign.pid] = sign.pid_started
         self._tell(
             {
                 "level": "error",
