@@ -24,6 +24,7 @@ from elastic_mnist.errors import (
     Stopped,
     TrainingError,
     UsageError,
+    say,
 )
 from elastic_mnist.heap import keep_freed_memory
 from elastic_mnist.launch import MEMORY, Place
@@ -47,7 +48,7 @@ def main(arguments: "Sequence[str] | None" = None) -> None:
     try:
         settings, place = parse(sys.argv[1:] if arguments is None else arguments), Place.from_environment()
     except UsageError as error:
-        print(f"elastic_mnist: error: {error}", file=sys.stderr)  # noqa: T201 - there is no event log yet
+        say(f"error: {error}")
         raise SystemExit(EXIT_USAGE) from None
     if place.endpoint is not None:
         die_with_parent(place.agent_pid)

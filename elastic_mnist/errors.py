@@ -16,6 +16,7 @@ A ``UsageError`` is one line that names the value, the limit and the way out. It
 stands, without a traceback, and starting the same command again would end the same way.
 """
 
+import sys
 from typing import Final
 
 EXIT_USAGE: Final = 2
@@ -81,3 +82,9 @@ class PeerLost(ElasticMnistError):  # noqa: N818 - it is an event of the world, 
 
 class Fenced(ElasticMnistError):  # noqa: N818 - the same
     """A newer generation has taken over; what this one would write must not be written."""
+
+
+def say(message: str) -> None:
+    """Say something to the person at the terminal: one line at standard error, which says who speaks."""
+    sys.stderr.write(f"elastic_mnist: {message}\n")
+    sys.stderr.flush()

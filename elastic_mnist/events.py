@@ -22,6 +22,8 @@ from typing import Any, Final, TextIO
 
 import structlog
 
+from elastic_mnist.errors import say
+
 _HEAD: Final = ("timestamp", "level", "event", "run_id", "generation", "rank", "world_size")
 
 _READER_SECONDS: Final = 0.5
@@ -68,7 +70,7 @@ class _JsonLines:
     def _fail(self, path: Path, error: OSError) -> None:
         """Say that events are missing, and leave the file for good where that will not pass."""
         if not self._is_told:
-            sys.stderr.write(f"elastic_mnist: warning: event log {path}: {error.strerror}; going on without\n")
+            say(f"warning: event log {path}: {error.strerror}; going on without")
         self._is_told = True
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             self._path = None

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from elastic_mnist import environment, events, model, pulse
-from elastic_mnist.errors import AlreadyTold, Stopped, StoreError, UsageError
+from elastic_mnist.errors import AlreadyTold, Stopped, StoreError, UsageError, say
 from elastic_mnist.events import log
 from elastic_mnist.job import Job, build, num_lanes
 from elastic_mnist.launch import Place
@@ -75,7 +75,7 @@ def run(settings: Settings, place: Place, requests: StopRequests, at_end: ExitSt
 def refuse(place: Place, reason: str) -> None:
     """Tell people, and this process's agent, why starting its workers again is of no use; one line an agent."""
     if pulse.refuse(place.pulse_path):
-        print(f"elastic_mnist: error: {reason}", file=sys.stderr, flush=True)  # noqa: T201 - for people, not for the log
+        say(f"error: {reason}")
 
 
 def identify(job: Job, start: Start) -> None:

@@ -9,10 +9,8 @@ job of the environment. It acts only where the launched module is `elastic_mnist
 - gives each generation of workers a name of its own in the rendezvous' store. Stock workers share one
   namespace over restarts and may read the addresses of the dead;
 - ends the agent, instead of restarting its workers, where a worker has said that this is of no use;
-- holds the node's memory tier, and watches over its workers (`warden`) and over the rendezvous (`store_watch`);
-- holds signals while the agent starts its workers (`agent_signals`);
-- ends an agent that was asked to stop with status 143, and one whose rendezvous is over with 1; its last line says so;
-- saves what the node's memory holds, where the agent ends and its workers have not saved it.
+- does for the node's workers what outlives them (`node`), and watches over the rendezvous (`store_watch`);
+- ends an agent that was asked to stop with status 143, and one whose rendezvous is over with 1; its last line says so.
 
 Invariant: torchrun's public interfaces (`RendezvousHandler`, `create_backend`, `create_handler`) are all it
 builds on; the one private thing it touches is the table of registered backends. Where that has moved, it
@@ -27,7 +25,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -48,16 +45,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_mnist import launch
-from elastic_mnist.agent_signals import AgentSignals
-from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Fenced, UsageError
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, UsageError, say
 from elastic_mnist.meeting import meet
 from elastic_mnist.store_watch import StoreWatch
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+    from elastic_mnist.node import Node
     from elastic_mnist.settings import Settings
-    from elastic_mnist.warden import Warden
 
 MODULE: Final = "elastic_mnist"
 
@@ -80,8 +76,6 @@ _ENDS: Final[dict[type[Exception], str]] = {
     RendezvousTimeoutError: "has too few nodes, and no more came in time; start them together",
 }
 """Ways in which a rendezvous ends for a node, and what can be done about it."""
-
-_RESCUE_SECONDS: Final = 60.0
 
 Creator = Callable[[RendezvousParameters], RendezvousHandler]
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -110,7 +104,7 @@ def install() -> Creator:
             creators[backend] = _choose(creators[backend])
     except (AttributeError, KeyError, TypeError):
         if _launch() is not None:
-            _say("this torch keeps its rendezvous backends elsewhere; use --rdzv_backend=elastic_mnist")
+            say("this torch keeps its rendezvous backends elsewhere; use --rdzv_backend=elastic_mnist")
     return _create
 
 
@@ -121,19 +115,18 @@ def _end_in_one_line(otherwise: Hook) -> Hook:
         if StaticRendezvous.latest is not None and _is_stop(error):
             status = StaticRendezvous.latest.end_of_stop(error)
         elif _launch() is not None and _is_taken(error):
-            _say("error: the port is taken; choose another --master_port")
+            say("error: the port is taken; choose another --master_port")
             status = EXIT_USAGE
         elif isinstance(error, RendezvousOverError):
-            _say(f"error: {error}")
+            say(f"error: {error}")
             status = EXIT_FAILURE
         elif _launch() is not None and isinstance(error, (DistNetworkError, DistStoreError)):
             # While the agents agreed on their workers' ranks, where no handler of ours takes part.
-            _say(f"error: the rendezvous {_end_of(error)}")
+            say(f"error: the rendezvous {_end_of(error)}")
             status = EXIT_FAILURE
         else:
             otherwise(kind, error, traceback)
             return
-        sys.stderr.flush()
         os._exit(status)
 
     return hook
@@ -224,7 +217,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         seconds = parameters.get_as_int("read_timeout", 60)
         assert seconds is not None
         watch = StoreWatch(store, patience_seconds=float(seconds))
-    _say(
+    say(
         f"elastic rendezvous at {location} for {parameters.min_nodes} to "
         f"{parameters.max_nodes} nodes"
         + (", in place of the static one, which waits for all" if parameters.backend == "static" else "")
@@ -267,35 +260,31 @@ class StaticRendezvous(RendezvousHandler):
         if options is not None:
             StaticRendezvous.latest = self
         self._inner = inner
-        self._options = options
         self._backend = backend
         self._store: Store | None = None
         os.environ[launch.AGENT_PID] = str(os.getpid())
         for name in (launch.JOB_ID, launch.MEMORY, launch.PULSE, launch.STORE_ENDPOINT):
             os.environ.pop(name, None)  # an agent may itself be some worker's child
-        self._warden: Warden | None = None
-        self._signals: AgentSignals | None = None  # another program's workers would stay deaf
+        self._node: Node | None = None  # another program's workers would stay deaf to signals
         if options is not None:
-            self._signals = AgentSignals()
-            self._warden = _serve_workers(options)
+            from elastic_mnist import node  # noqa: PLC0415 - other torchrun jobs must not pay for it
+
+            self._node = node.Node(options)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round. The agent starts its workers then."""
-        if self._signals is not None:
-            self._signals.release()
+        if self._node is not None:
+            self._node.let_signals_through()
         info = self._join()
-        if self._signals is not None:
-            self._signals.hold()
-        if self._warden is not None:
-            self._warden.begin_generation()
-        self._announce(0)
+        if self._node is not None:
+            self._node.begin_generation()
         return info
 
     def _join(self) -> RendezvousInfo:
         """Join the next round."""
         self._end_if_refused()
-        if self._warden is not None and self._warden.is_stopped_by_others:
-            _say(_STOPPED)
+        if self._node is not None and self._node.is_stopped_by_others:
+            say(_STOPPED)
             raise _StoppedByOthers(EXIT_STOPPED)
         info = self._inner.next_rendezvous()
         if self._store is None:  # the workers write to it without the agents' prefix
@@ -307,7 +296,7 @@ class StaticRendezvous(RendezvousHandler):
 
     def _end_if_refused(self) -> None:
         """End the agent where one of its workers has said that starting it again is of no use."""
-        if self._warden is not None and self._warden.is_refused:
+        if self._node is not None and self._node.is_refused:
             raise SystemExit(EXIT_USAGE)
 
     def shutdown(self) -> bool:
@@ -315,50 +304,21 @@ class StaticRendezvous(RendezvousHandler):
 
         Not where its workers were refused: the others' job is not over for a node that came with a mistake.
         """
-        if self._signals is not None:
-            self._signals.forget()
-        if self._warden is not None:
-            self._warden.tell_of_the_lost()
         is_stop = _is_stop(sys.exc_info()[1])
-        if not is_stop:  # of a stop, there is more to say when all is over
-            self._rescue(reason=None)
+        if self._node is not None:
+            self._node.end()
+            if not is_stop:  # of a stop, there is more to say when all is over
+                self._node.rescue(reason=None)
         self._end_if_refused()
         return is_stop or self._is_others_job() or self._inner.shutdown()
 
     def end_of_stop(self, error: BaseException) -> int:
         """Say how an agent ends that was asked to stop; return its exit status."""
-        if self._signals is not None:
-            self._signals.ignore()
-        if self._warden is None or self._warden.has_stopped:
-            is_saved = True
-        else:
-            self._warden.tell_of_the_lost()
-            sign = getattr(error, "sigval", None)
-            reason = "the workers were stopped" if sign is None else signal.Signals(sign).name
-            is_saved = self._rescue(reason=f"{reason}; saved by the agent") or not self._warden.has_trained
-        _say(_STOPPED if is_saved else "error: stopped, and what came after the newest snapshot is not saved")
+        sign = getattr(error, "sigval", None)
+        reason = "the workers were stopped" if sign is None else signal.Signals(sign).name
+        is_saved = self._node is None or self._node.end_of_stop(reason)
+        say(_STOPPED if is_saved else "error: stopped, and what came after the newest snapshot is not saved")
         return EXIT_STOPPED if is_saved else EXIT_FAILURE
-
-    def _rescue(self, *, reason: str | None) -> bool:
-        """Save what the node's memory holds and the workers have not saved; return whether it is safe now.
-
-        Args:
-            reason: of the stop that is told; None where it is none.
-        """
-        path = os.environ.get(launch.MEMORY)
-        if self._options is None or path is None or os.stat(path).st_size == 0:  # noqa: PTH116 - a Path reads the link
-            return False
-        outcomes: list[bool | Exception] = []
-        thread = threading.Thread(target=_save_held, args=(path, self._options, reason, outcomes), daemon=True)
-        thread.start()  # a store may hang for ever, and an agent that ends must not
-        thread.join(_RESCUE_SECONDS)
-        outcome = outcomes[0] if outcomes else f"not within {_RESCUE_SECONDS:.0f} s"
-        if isinstance(outcome, Fenced):
-            return True  # a later generation has more
-        if isinstance(outcome, bool):
-            return outcome
-        _say(f"warning: what the node's memory holds cannot be saved: {outcome}")
-        return False
 
     def _is_others_job(self) -> bool:
         """Whether this node alone ends, and the job goes on without it."""
@@ -383,15 +343,12 @@ class StaticRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes that would join. The agent asks all the time, while it has workers."""
-        if self._signals is not None:
-            self._signals.release()
+        if self._node is not None:
+            self._node.let_signals_through()
         number = self._inner.num_nodes_waiting()
-        self._announce(number)
+        if self._node is not None:
+            self._node.announce(number)
         return number
-
-    def _announce(self, num_nodes_waiting: int) -> None:
-        if self._warden is not None:
-            self._warden.announce(num_nodes_waiting)
 
     def get_run_id(self) -> str:
         """Return the rendezvous' id."""
@@ -436,7 +393,7 @@ class ElasticRendezvous(StaticRendezvous):
             try:
                 info = super()._join()
             except RendezvousGracefulExitError:  # torchrun would stumble over it
-                _say(f"the job at {self._location} has ended, and had no need of this node")
+                say(f"the job at {self._location} has ended, and had no need of this node")
                 raise SystemExit(0) from None
             # The round's store is a namespace of the agents alone; its first member names the workers'.
             key = "elastic_mnist/generation_key"
@@ -446,7 +403,7 @@ class ElasticRendezvous(StaticRendezvous):
         os.environ[launch.SENIORITY] = str(self._num_rounds)
         # Once, or its terminal would stay silent, and look like a job of its own.
         if info.rank > 0 and self._num_rounds == 0:
-            _say(
+            say(
                 f"joined the job at {self._location} as node {info.rank + 1} of {info.world_size}; its first node "
                 f"tells of the training. For a job of its own, choose another --master_port"
             )
@@ -482,38 +439,8 @@ class ElasticRendezvous(StaticRendezvous):
             raise RendezvousOverError(f"the rendezvous at {self._location} {_end_of(error)}") from error
 
 
-def _serve_workers(options: "Settings") -> "Warden | None":
-    """Do for this node's workers what outlives them: hold their memory tier, and watch over them.
-
-    Both live in files without a name, which the kernel frees with this process. A system that has no such files has
-    neither: there the job goes on from durable snapshots, and a worker that is stopped stays unnoticed.
-    """
-    if not hasattr(os, "memfd_create"):
-        return None
-    from elastic_mnist.warden import Warden  # noqa: PLC0415 - other torchrun jobs must not pay for it
-
-    os.environ[launch.MEMORY] = f"/proc/{os.getpid()}/fd/{os.memfd_create('elastic_mnist')}"
-    warden = Warden(hang_timeout=options.hang_timeout, event_log=options.event_log_path)
-    os.environ[launch.PULSE] = warden.path
-    return warden
-
-
-def _save_held(path: str, options: "Settings", reason: str | None, outcomes: "list[bool | Exception]") -> None:
-    """Save what a node's memory holds; the outcome, or the error, is appended to `outcomes`."""
-    from elastic_mnist.snapshots.rescue import save_held  # noqa: PLC0415 - most agents need it never
-
-    try:
-        outcomes.append(save_held(path, options, reason=reason))
-    except Exception as error:  # noqa: BLE001 - carried to the main thread, whatever it is
-        outcomes.append(error)
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"elastic_mnist: {message}\n")
-
-
 def _end(message: str) -> NoReturn:
-    _say(f"error: {message}")
+    say(f"error: {message}")
     raise SystemExit(EXIT_USAGE)
 
 

@@ -25,7 +25,7 @@ _STACK_BYTES: Final = 8192
 
 
 class Warden:
-    """Watches the workers that write to one table.
+    """Watches the workers that write to one table, until it is closed.
 
     Args:
         hang_timeout: seconds without a sign of life after which a worker is killed.
@@ -43,8 +43,15 @@ class Warden:
         self._done: dict[int, Stillness] = {}
         self._lock = threading.Lock()
         self._lost: dict[int, int] = {}  # told already: process id and beginning
+        self._is_over = threading.Event()
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        threading.Thread(target=self._watch, name="warden", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="warden", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no longer. What a later job of this process starts is none of its business."""
+        self._is_over.set()
+        self._thread.join()
 
     def announce(self, num_nodes_waiting: int) -> None:
         """Let the workers know how many nodes wait to join."""
@@ -87,7 +94,7 @@ class Warden:
         return pulse.num_refusals(self._descriptor) > 0
 
     def _watch(self) -> None:
-        while True:
+        while not self._is_over.wait(_POLL_SECONDS):
             try:
                 signs = pulse.read(self._descriptor)
                 for sign in signs:
@@ -98,7 +105,6 @@ class Warden:
             except Exception:
                 # Whatever it was: those who watch must not be the first to fall asleep.
                 logging.getLogger(__name__).exception("warden.failed")
-            time.sleep(_POLL_SECONDS)
 
     def _look(self, sign: Sign) -> None:
         beats = self._beats.setdefault(sign.pid, Stillness()).seconds((sign.pid_started, sign.num_beats))

@@ -1,12 +1,13 @@
 """Signs of life: written, read, and what is concluded from them."""
 
+import contextlib
 import json
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,20 @@ from elastic_mnist.pulse import Heart, Sign, Stillness
 from elastic_mnist.warden import Warden
 
 NUMBERS = st.integers(0, 2**63 - 1)
+
+Watch = Callable[[float], Warden]
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Watch]:
+    """Begins a watch that tells in events.jsonl, given its timeout in seconds; over at the end of the test."""
+    with contextlib.ExitStack() as watches:
+
+        def begin(hang_timeout: float) -> Warden:
+            warden = Warden(hang_timeout=hang_timeout, event_log=tmp_path / "events.jsonl")
+            return watches.enter_context(contextlib.closing(warden))
+
+        yield begin
 
 
 @given(
@@ -57,9 +72,9 @@ def test_of_workers_that_refuse_at_once_one_is_the_first(tmp_path: Path) -> None
         assert pulse.read(file.fileno()) == []
 
 
-def test_stops_are_counted_for_one_generation(tmp_path: Path) -> None:
+def test_stops_are_counted_for_one_generation(watch: Watch) -> None:
     """How many workers have stopped, and how many of them were asked by others than the agent; the next one forgets."""
-    warden = Warden(hang_timeout=60.0, event_log=tmp_path / "events.jsonl")
+    warden = watch(60.0)
     assert not warden.has_stopped
     pulse.stopped(warden.path, by_others=False)
     assert (warden.has_stopped, warden.is_stopped_by_others) == (True, False)
@@ -76,29 +91,6 @@ def test_a_refusal_without_an_agent_is_told_all_the_same(tmp_path: Path) -> None
     assert pulse.refuse(str(tmp_path / "gone"))
 
 
-def test_a_heart_writes_where_the_agent_looks(tmp_path: Path) -> None:
-    """Step, rank, phase and a growing number of beats stand in the slot of its local rank; a step at once."""
-    table = tmp_path / "table"
-    table.write_bytes(bytes(pulse.TABLE_SIZE))
-    heart = Heart()
-    heart.rank, heart.world_size, heart.generation, heart.run_id = 7, 9, 2, "abc"
-    heart.start(str(table), local_rank=3, hang_timeout=60)
-    descriptor = os.open(table, os.O_RDONLY)
-
-    def sign() -> Sign:
-        (only,) = pulse.read(descriptor)
-        return only
-
-    eventually(lambda: sign().num_beats > 2 if pulse.read(descriptor) else None)
-    with heart.phase(pulse.WAITING):
-        heart.finished(5)
-        seen = sign()
-    assert (seen.pid, seen.pid_started) == (os.getpid(), processes.started(os.getpid()))
-    assert (seen.rank, seen.world_size, seen.generation, seen.run_id) == (7, 9, 2, "abc")
-    assert (seen.step, seen.phase) == (5, pulse.WAITING)
-    os.close(descriptor)
-
-
 def test_phases_nest() -> None:
     """What was being done before goes on afterwards, also after an error."""
     heart = Heart()
@@ -111,8 +103,8 @@ def test_phases_nest() -> None:
 
 BEAT = """
 import sys, time
-from elastic_mnist.pulse import COMPUTING, heart
-heart.rank, heart.step = 1, 17
+from elastic_mnist.pulse import COMPUTING, WAITING, heart
+heart.rank, heart.world_size, heart.generation, heart.run_id, heart.step = 1, 9, 2, "abc", 17
 heart.start(sys.argv[1], local_rank=1, hang_timeout=3600)
 with heart.phase(COMPUTING):
     print("computing", flush=True)
@@ -120,15 +112,42 @@ with heart.phase(COMPUTING):
         heart.progress()
         time.sleep(0.05)
 """
+WAIT = """
+    with heart.phase(WAITING):
+        heart.finished(18)
+        print("waiting", flush=True)
+        input()
+"""
+
+
+def test_a_heart_writes_where_the_agent_looks(tmp_path: Path) -> None:
+    """Step, rank, phase and a growing number of beats stand in the slot of its local rank; a step at once."""
+    table = tmp_path / "table"
+    table.write_bytes(bytes(pulse.TABLE_SIZE))
+    code = BEAT[: BEAT.index("    while")] + WAIT
+    with (
+        table.open("rb", buffering=0) as file,
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(table)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as worker,
+    ):
+        assert worker.stdout is not None
+        assert [worker.stdout.readline() for _ in range(2)] == ["computing\n", "waiting\n"]
+        (seen,) = pulse.read(file.fileno())
+        assert (seen.pid, seen.pid_started) == (worker.pid, processes.started(worker.pid))
+        assert (seen.rank, seen.world_size, seen.generation, seen.run_id) == (1, 9, 2, "abc")
+        assert (seen.step, seen.phase) == (18, pulse.WAITING)
+        eventually(lambda: pulse.read(file.fileno())[0].num_beats > seen.num_beats + 2)
+        worker.communicate("\n")
 
 
 def test_a_worker_that_stands_still_before_its_first_sign_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped before it could say who it is, it is missed all the same, told of, and killed; one that runs is not."""
     monkeypatch.setattr(pulse, "SETTING_UP_SECONDS", 1.0)
     log = tmp_path / "events.jsonl"
-    Warden(hang_timeout=1.0, event_log=log)
+    watch(1.0)
     command = [sys.executable, "-c", "input()"]
     with (
         subprocess.Popen(command, stdin=subprocess.PIPE) as stopped,
@@ -143,11 +162,24 @@ def test_a_worker_that_stands_still_before_its_first_sign_is_killed(
         assert f'"pid": {stopped.pid}' in told
 
 
+def test_a_watch_that_is_over_kills_nobody(tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that stands still is left to the watch of its own job, also where the job before had less patience."""
+    log = tmp_path / "events.jsonl"
+    monkeypatch.setattr(pulse, "SETTING_UP_SECONDS", 0.0)
+    watch(0.0).close()
+    watch(1.0)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        assert stopped.wait(60) == -signal.SIGKILL
+    (told,) = eventually(lambda: log.read_text() if log.exists() else "").splitlines()
+    assert json.loads(told)["reason"] == "stopped for 1 s before its first sign of life; killed"
+
+
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_a_worker_that_dies_without_a_word_is_told_of_once(tmp_path: Path, *, has_ended: bool) -> None:
+def test_a_worker_that_dies_without_a_word_is_told_of_once(tmp_path: Path, watch: Watch, *, has_ended: bool) -> None:
     """One that was killed is named, with rank and step; one that has said that it ends is not."""
     log = tmp_path / "events.jsonl"
-    warden = Warden(hang_timeout=60.0, event_log=log)
+    warden = watch(60.0)
     last_word = "    heart.end(); print('ended', flush=True); time.sleep(600)\n"
     code = BEAT + last_word if has_ended else BEAT
     if has_ended:
@@ -169,10 +201,10 @@ def test_a_worker_that_dies_without_a_word_is_told_of_once(tmp_path: Path, *, ha
         assert (event["event"], event["rank"], event["step"], event["pid"]) == ("worker.lost", 1, 17, worker.pid)
 
 
-def test_a_warden_kills_whom_it_misses_and_nobody_else(tmp_path: Path) -> None:
+def test_a_warden_kills_whom_it_misses_and_nobody_else(tmp_path: Path, watch: Watch) -> None:
     """Of two workers, the one that is stopped is killed and told of; the one that works is let be."""
     log = tmp_path / "events.jsonl"
-    warden = Warden(hang_timeout=1.0, event_log=log)
+    warden = watch(1.0)
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", BEAT.replace("local_rank=1", f"local_rank={rank}"), warden.path],

@@ -225,10 +225,17 @@ def test_a_refused_node_ends_as_refused_also_beside_others(
     """Where its workers have failed for good because they were refused, it ends with 2; else it leaves in peace."""
     monkeypatch.setenv(launch.AGENT_PID, "")  # to be restored
     inner = SimpleNamespace(settings=SimpleNamespace(min_nodes=1))
-    handler = rendezvous.ElasticRendezvous(inner, "c10d", None, HashStore(), "here", watch=None)  # type: ignore[arg-type]
+    handler = rendezvous.ElasticRendezvous(
+        inner,  # type: ignore[arg-type]
+        "c10d",
+        None,
+        HashStore(),
+        "here",
+        watch=None,
+    )
     handler._num_others = 1
-    warden = SimpleNamespace(is_refused=is_refused, tell_of_the_lost=lambda: None)
-    handler._warden = warden  # type: ignore[assignment]
+    node = SimpleNamespace(is_refused=is_refused, end=lambda: None, rescue=lambda **_: None)
+    handler._node = node  # type: ignore[assignment]
 
     def end() -> None:
         try:

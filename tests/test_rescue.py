@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from harness import SMALL, Job, contents, eventually, fault, free_port, plain, standalone, torchrun
@@ -14,7 +13,7 @@ from places import Place
 from states import small_state
 from structlog.testing import capture_logs
 
-from elastic_mnist import events, launch, processes, rendezvous
+from elastic_mnist import events, processes
 from elastic_mnist.errors import Fenced, StoreError
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import rescue
@@ -138,7 +137,7 @@ def save_held(place: Place, memory_path: str, record: RunRecord, step: int, *, r
 
 
 def test_a_store_that_hangs_does_not_hold_up_the_end(
-    memory_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An agent whose rescue does not come to an end says so after a while, and ends."""
     begun, go_on = threading.Event(), threading.Event()
@@ -148,13 +147,8 @@ def test_a_store_that_hangs_does_not_hold_up_the_end(
         go_on.wait(60)
 
     monkeypatch.setattr(rescue, "save_held", save_for_ever)
-    monkeypatch.setattr(rendezvous, "_RESCUE_SECONDS", 0.2)
-    monkeypatch.setenv(launch.AGENT_PID, "")  # to be restored
-    handler = rendezvous.StaticRendezvous(SimpleNamespace(), "static", None)  # type: ignore[arg-type]
-    handler._options = Settings()
-    monkeypatch.setenv(launch.MEMORY, memory_path)
-    os.truncate(memory_path, 1)
-    assert not handler._rescue(reason=None)
+    monkeypatch.setattr(rescue, "_RESCUE_SECONDS", 0.2)
+    assert not rescue.rescue("nowhere", Settings(), reason=None)
     assert begun.is_set()
     go_on.set()
     assert "what the node's memory holds cannot be saved: not within 0 s" in capsys.readouterr().err

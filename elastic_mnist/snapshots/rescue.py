@@ -6,13 +6,47 @@ replaced any more, a launch whose restarts are used up: in all these cases the n
 Invariant: of all agents, the one alone saves whose worker has the claim on the place of the snapshots.
 """
 
+import threading
+from typing import Final
+
 from elastic_mnist import events, processes
+from elastic_mnist.errors import Fenced, say
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import memory
 from elastic_mnist.snapshots.claim import Claim, is_held_by
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.state import position_of
 from elastic_mnist.snapshots.storage import open_storage
+
+_RESCUE_SECONDS: Final = 60.0
+
+
+def rescue(memory_path: str, settings: Settings, *, reason: str | None) -> bool:
+    """Save what a node's memory holds, in bounded time; return whether it is safe then, and say where it is not.
+
+    Args:
+        memory_path: leads to the memory.
+        settings: of the job.
+        reason: of the stop that is told as the workers would; None where it is none.
+    """
+    outcomes: list[bool | Exception] = []
+
+    def save() -> None:
+        try:
+            outcomes.append(save_held(memory_path, settings, reason=reason))
+        except Exception as error:  # noqa: BLE001 - carried to the main thread, whatever it is
+            outcomes.append(error)
+
+    thread = threading.Thread(target=save, name="rescue", daemon=True)
+    thread.start()  # a store may hang for ever, and an agent that ends must not
+    thread.join(_RESCUE_SECONDS)
+    outcome = outcomes[0] if outcomes else f"not within {_RESCUE_SECONDS:.0f} s"
+    if isinstance(outcome, Fenced):
+        return True  # a later generation has more
+    if isinstance(outcome, bool):
+        return outcome
+    say(f"warning: what the node's memory holds cannot be saved: {outcome}")
+    return False
 
 
 def save_held(memory_path: str, settings: Settings, *, reason: str | None) -> bool:
