@@ -12,8 +12,8 @@ job of the environment. It acts only where the launched module is `elastic_mnist
 - does for the node's workers what outlives them (`node`), and watches over the rendezvous (`store_watch`);
 - ends an agent that was asked to stop with status 143, and one whose rendezvous is over with 1; its last line says so.
 
-Invariant: torchrun's public interfaces (`RendezvousHandler`, `create_backend`, `create_handler`) are all it
-builds on; the one private thing it touches is the table of registered backends. Where that has moved, it
+Invariant: torchrun's public interfaces (`RendezvousHandler`, `create_backend`, `create_handler`, `RendezvousTimeout`)
+are all it builds on; the one private thing it touches is the table of registered backends. Where that has moved, it
 says so and leaves stock behaviour. Relied on as well: an agent starts its workers when `next_rendezvous` has returned,
 asks for `num_nodes_waiting` while it has some, and calls `shutdown` last, in the midst of the exception it ends with.
 """
@@ -52,6 +52,7 @@ from elastic_mnist.store_watch import StoreWatch
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+    from elastic_mnist.last_call import LastCall
     from elastic_mnist.node import Node
     from elastic_mnist.settings import Settings
 
@@ -198,7 +199,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     """Build the elastic rendezvous that `parameters` describe, for this package's module or for another's."""
     arguments = _launch()
     options = None if arguments is None else _check_before_start(arguments)
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler  # noqa: PLC0415
+    from elastic_mnist.last_call import build_handler  # noqa: PLC0415 - see there
 
     # Each generation gets a bootstrap address of its own, published anew. With the shared one, torchrun's
     # agents cache the first address, and a node that joins waits for it in vain.
@@ -222,8 +223,8 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         f"{parameters.max_nodes} nodes"
         + (", in place of the static one, which waits for all" if parameters.backend == "static" else "")
     )
-    handler = create_handler(store, backend, parameters)
-    return ElasticRendezvous(handler, parameters.backend, options, store, location, watch=watch)
+    handler, last_call = build_handler(store, backend, parameters)
+    return ElasticRendezvous(handler, parameters.backend, options, store, location, last_call=last_call, watch=watch)
 
 
 def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Settings") -> None:
@@ -364,6 +365,7 @@ class ElasticRendezvous(StaticRendezvous):
         options: the workers' settings; None where they are another module's.
         store: the rendezvous' store.
         location: of the store, for people: HOST:PORT, or a file.
+        last_call: told of the nodes that wait.
         watch: over the store; None where it is a file.
     """
 
@@ -375,11 +377,13 @@ class ElasticRendezvous(StaticRendezvous):
         store: Store,
         location: str,
         *,
+        last_call: "LastCall",
         watch: StoreWatch | None,
     ) -> None:
         super().__init__(inner, backend, options)
         self._store = store
         self._location = location
+        self._last_call = last_call
         self._watch = watch
         self._min_nodes = inner.settings.min_nodes
         self._num_others = 0
@@ -407,6 +411,7 @@ class ElasticRendezvous(StaticRendezvous):
                 f"joined the job at {self._location} as node {info.rank + 1} of {info.world_size}; its first node "
                 f"tells of the training. For a job of its own, choose another --master_port"
             )
+        self._last_call.num_nodes_waiting = 0
         self._num_rounds += 1
         self._num_others = info.world_size - 1
         return info
@@ -414,7 +419,8 @@ class ElasticRendezvous(StaticRendezvous):
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes that would join."""
         with self._told():
-            return super().num_nodes_waiting()
+            self._last_call.num_nodes_waiting = super().num_nodes_waiting()
+        return self._last_call.num_nodes_waiting
 
     def shutdown(self) -> bool:
         """Close the rendezvous; the agent calls this last."""

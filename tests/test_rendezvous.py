@@ -231,6 +231,7 @@ def test_a_refused_node_ends_as_refused_also_beside_others(
         None,
         HashStore(),
         "here",
+        last_call=SimpleNamespace(),  # type: ignore[arg-type]
         watch=None,
     )
     handler._num_others = 1
