@@ -371,6 +371,16 @@ def test_a_node_that_comes_or_goes_changes_the_world(kind: str, after: int) -> N
         assert told.outcome().verdict == verdict
 
 
+@pytest.mark.parametrize(("kind", "after"), [("grow", 4), ("shrink", 1)])
+def test_a_node_may_need_a_second_generation(kind: str, after: int) -> None:
+    """Where the next generation is one of the same size, and the one after that has the change, it is `valid`."""
+    told = story(kind)
+    late = {**told.event("run.started", 1), "generation": 2, "world_size": after}
+    told.events.insert(told.events.index(told.event("run.started", 1)) + 1, late)
+    told.event("run.started", 1)["world_size"] = 2
+    assert told.outcome().verdict == "valid"
+
+
 def test_a_node_that_comes_too_late_proves_nothing() -> None:
     """A job that finishes before the newcomer is there: `unknown`."""
     told = story("grow")
