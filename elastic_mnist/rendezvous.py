@@ -405,11 +405,12 @@ class ElasticRendezvous(StaticRendezvous):
                 info.store.set(key, uuid.uuid4().hex)
             os.environ[launch.GENERATION_KEY] = info.store.get(key).decode()
         os.environ[launch.SENIORITY] = str(self._num_rounds)
-        # Once, or its terminal would stay silent, and look like a job of its own.
-        if info.rank > 0 and self._num_rounds == 0:
+        # Once, or its terminal would stay silent, and look like a job of its own. Which of the nodes has the worker of
+        # rank 0 is not for the agents to know.
+        if info.world_size > 1 and self._num_rounds == 0:
             say(
-                f"joined the job at {self._location} as node {info.rank + 1} of {info.world_size}; its first node "
-                f"tells of the training. For a job of its own, choose another --master_port"
+                f"one of {info.world_size} nodes in the job at {self._location}; the one with rank 0 tells of the "
+                f"training. For a job of its own, choose another --master_port"
             )
         self._last_call.num_nodes_waiting = 0
         self._num_rounds += 1
