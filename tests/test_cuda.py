@@ -7,6 +7,7 @@ On a machine with one GPU:
 NCCL takes no two ranks on one GPU, so these are one after the other, and their messages are added.
 """
 
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import BATCH, MICRO_BATCH, NUM_SAMPLES, SEED, flat_gradient, poison, problem, step_of
-from harness import SMALL, Job, plain, standalone
+from harness import SMALL, Job, fault, plain, standalone
 from states import small_state
 from torch import Tensor
 
@@ -189,31 +190,63 @@ def test_nccl_takes_the_message_as_it_is(cuda: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 def test_killed_job_on_cuda_ends_with_the_undisturbed_weights(mnist_dir: Path, tmp_path: Path) -> None:
-    """A worker with a GPU that is killed is replaced; the job resumes and ends with the undisturbed weights."""
+    """A worker with a GPU that is killed is replaced; memory has all it had finished, and the end is the same."""
     with Job(tmp_path / "undisturbed", mnist_dir, plain(), ON_CUDA) as job:
         undisturbed = job.finish()
-    with Job(tmp_path / "killed", mnist_dir, standalone(1), ON_CUDA) as job:
-        job.wait_for_step(8)
-        job.kill(0)
-        finished = job.finish()
-        (started, *_) = job.events("run.started")
+        (started,) = job.events("run.started")
         assert started["device"].startswith("cuda")
+    environment, fired = fault(tmp_path / "killed", "kill", rank=0, step=8)
+    with Job(tmp_path / "killed", mnist_dir, standalone(1), ON_CUDA, environment) as job:
+        finished = job.finish()
+        assert fired.exists()
         (resumed,) = job.events("run.resumed")
-        assert resumed["step"] >= 5
+        assert (resumed["source"], resumed["step"], resumed["num_lost_steps"]) == ("memory", 8, 0)
         assert finished["num_restarts"] == 1
         assert finished["weights_sha256"] == undisturbed["weights_sha256"]
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("kind", ["stop", "spin"])
+def test_a_worker_on_cuda_that_hangs_is_told_and_replaced(kind: str, mnist_dir: Path, tmp_path: Path) -> None:
+    """Stopped or spinning between two steps, it is named with its step, and nothing that was finished is lost."""
+    environment, fired = fault(tmp_path, kind, rank=0, step=3)
+    options = (*ON_CUDA, "--hang_timeout=4")
+    with Job(tmp_path, mnist_dir, standalone(1), options, environment) as job:
+        job.finish()
+        assert fired.exists()
+        (hung,) = job.events("worker.hung")
+        assert (hung["rank"], hung["step"]) == (0, 3)
+        (resumed,) = job.events("run.resumed")
+        assert (resumed["source"], resumed["step"], resumed["num_lost_steps"]) == ("memory", 3, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_a_job_on_cuda_stops_where_it_is_asked_to(mnist_dir: Path, tmp_path: Path) -> None:
+    """SIGTERM ends it with 143 and a snapshot of the step that it says; the same command goes on from that."""
+    environment, _ = fault(tmp_path, "none", rank=0, step=0)
+    slow = {**environment, "ELASTIC_MNIST_TEST_CRAWL": "0.3"}
+    with Job(tmp_path, mnist_dir, standalone(1), ON_CUDA, slow) as job:
+        job.wait_for_step(1)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+        (stopped,) = job.events("run.stopped")
+    with Job(tmp_path, mnist_dir, standalone(1), ON_CUDA) as job:
+        assert job.finish()["step"] == 32
+        (resumed,) = job.events("run.resumed")
+        assert (resumed["source"], resumed["step"], resumed["num_lost_steps"]) == ("storage", stopped["step"], 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
 def test_job_begun_on_cuda_goes_on_on_a_cpu(mnist_dir: Path, tmp_path: Path) -> None:
-    """A job that is killed whole on CUDA resumes on a CPU, says that the bits may differ from here on, and finishes."""
-    with Job(tmp_path, mnist_dir, plain(), ON_CUDA) as job:
-        job.wait_for_step(8)
-        job.kill_all()
+    """A job that was on CUDA resumes on a CPU, says that the bits may differ from here on, and finishes."""
+    with Job(tmp_path, mnist_dir, plain(), (*ON_CUDA, "--epochs=1")) as job:
+        assert job.finish()["step"] == 16
     with Job(tmp_path, mnist_dir, plain(), (*ON_CUDA, "--device=cpu")) as job:
         assert job.finish()["step"] == 32
         (resumed,) = job.events("run.resumed")
-        assert resumed["step"] >= 5
+        assert resumed["step"] == 16
         (told,) = job.events("run.environment_changed")
         assert any(change.startswith("device was ") for change in told["changed"])
