@@ -459,6 +459,25 @@ def test_a_step_that_was_saved_again_is_listed_as_the_state_that_is_there(storag
         save_13(storage, EVALUATED_13)
 
 
+def test_a_snapshot_that_is_replaced_while_it_is_read_is_read_again(storage: LocalStorage, tmp_path: Path) -> None:
+    """Whoever has read the manifest before another one was committed believes the new one, and sets nothing aside."""
+    DurableTier(storage).save(pack(STATE_13), manifest_13(STATE_13))
+    was_asked: list[str] = []
+
+    class Reader(LocalStorage):
+        def get(self, name: str) -> bytes:
+            if name.endswith(".pt") and not was_asked:
+                was_asked.append(name)
+                DurableTier(storage).save(pack(EVALUATED_13), manifest_13(EVALUATED_13))
+            return super().get(name)
+
+    newest = DurableTier(Reader(tmp_path)).newest_valid()
+    assert was_asked
+    assert newest is not None
+    assert newest.data == pack(EVALUATED_13)
+    assert len(storage.names()) == 2
+
+
 def test_the_same_state_saved_again_is_not_written_again(storage: LocalStorage, tmp_path: Path) -> None:
     """A first try that was not lost, its answer alone, is the snapshot: no file changes."""
     save_13(storage, EVALUATED_13)

@@ -141,11 +141,11 @@ class DurableTier:
 
     Args:
         storage: the place.
-        keep_last: number of snapshots that retention leaves.
+        keep_last: number of snapshots that retention leaves; None for all.
         read_only: whether the place is another run's, where damaged snapshots are told but left as they are.
     """
 
-    def __init__(self, storage: Storage, *, keep_last: int = 1, read_only: bool = False) -> None:
+    def __init__(self, storage: Storage, *, keep_last: int | None = 1, read_only: bool = False) -> None:
         self._storage = storage
         self._read_only = read_only
         self._keep_last = keep_last
@@ -183,7 +183,8 @@ class DurableTier:
             save_seconds=round(time.monotonic() - began, 4),
         )
         try:
-            self._prune(manifest.step)
+            if self._keep_last is not None:
+                self._prune(manifest.step, self._keep_last)
         except StoreError as error:  # the snapshot is committed; the old ones cost space only
             log.warning("snapshot.prune_failed", reason=str(error))
 
@@ -295,10 +296,23 @@ class DurableTier:
             if manifest.step <= after:
                 break
             try:
-                return self.load(manifest)
+                return self._load_as_it_is(manifest)
             except SnapshotError as error:
                 self._reject(manifest.name, str(error))
         return None
+
+    def _load_as_it_is(self, manifest: Manifest) -> Snapshot:
+        """Load a snapshot; where that fails because it was replaced meanwhile, load what is there now."""
+        try:
+            return self.load(manifest)
+        except SnapshotError:
+            try:
+                current = Manifest.from_json(self._storage.get(manifest.name), manifest.name)
+            except (FileNotFoundError, SnapshotError):
+                current = manifest
+            if current == manifest:
+                raise
+        return self._load_as_it_is(current)
 
     @property
     def location(self) -> str:
@@ -323,7 +337,7 @@ class DurableTier:
             except (FileNotFoundError, StoreError):
                 continue  # a read-only store is no reason not to take the snapshot before
 
-    def _prune(self, saved_step: int) -> None:
+    def _prune(self, saved_step: int, keep_last: int) -> None:
         """Remove the snapshots beyond `keep_last`, and data that never got its manifest.
 
         What lies beyond the step just saved was found damaged and could not be set aside: it counts for nothing
@@ -335,7 +349,7 @@ class DurableTier:
             sorted(step for match in map(pattern.fullmatch, names) if match and (step := int(match[1])) <= saved_step)
             for pattern in (_MANIFEST_NAME, _DATA_NAME)
         )
-        kept = {*[step for step in manifests if step in {*data}][-self._keep_last :]}
+        kept = {*[step for step in manifests if step in {*data}][-keep_last:]}
         for step in manifests:
             if step not in kept:
                 self._storage.delete(f"step-{step:08d}.json")
