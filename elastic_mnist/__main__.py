@@ -22,12 +22,13 @@ from elastic_mnist.errors import (
     Fenced,
     PeerLost,
     Stopped,
+    ToldByRank0,
     TrainingError,
     UsageError,
     say,
 )
 from elastic_mnist.heap import keep_freed_memory
-from elastic_mnist.launch import MEMORY, Place
+from elastic_mnist.launch import MEMORY, PULSE, Place
 from elastic_mnist.lifeline import die_with_parent
 from elastic_mnist.pulse import heart
 from elastic_mnist.settings import Settings, parse
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 def main(arguments: "Sequence[str] | None" = None) -> None:
     """Run one worker; returns when the job is finished, else ends the process with its exit status."""
     keep_freed_memory()
-    requests = StopRequests(_has_memory_that_is_filled)
+    requests = StopRequests(_has_memory_that_is_filled, _tell_agent_of_stop)
     try:
         settings, place = parse(sys.argv[1:] if arguments is None else arguments), Place.from_environment()
     except UsageError as error:
@@ -76,7 +77,8 @@ def _train(settings: Settings, place: Place, requests: StopRequests, at_end: con
     except UsageError as error:
         # Before a launch's first step, the one line is enough: the log may be another job's.
         is_mistake = place.is_first_life and heart.step < 0
-        events.log.log(logging.DEBUG if is_mistake else logging.ERROR, "run.failed", reason=str(error))
+        is_known = is_mistake or isinstance(error, ToldByRank0)
+        events.log.log(logging.DEBUG if is_known else logging.ERROR, "run.failed", reason=str(error))
         life.refuse(place, str(error))
         return EXIT_USAGE
     except Stopped:
@@ -107,6 +109,11 @@ def _has_memory_that_is_filled() -> bool:
         return path is not None and os.stat(path).st_size > 0  # noqa: PTH116 - a Path would read the link
     except OSError:
         return False
+
+
+def _tell_agent_of_stop(by_others: bool) -> None:
+    """Let the agent know that this worker stops before it has anything to save."""
+    pulse.stopped(os.environ.get(PULSE), by_others=by_others)
 
 
 def _leave_error_file(error: Exception) -> None:

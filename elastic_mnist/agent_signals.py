@@ -44,8 +44,7 @@ class AgentSignals:
         ]
         # torchrun complains of an empty list; SIGQUIT is on its own.
         os.environ[_VARIABLE] = ",".join(sorted(asked - ours - ignored)) or "SIGQUIT"
-        for number in self._numbers:
-            signal.signal(number, self._handle)
+        self.heed()
         signal.signal(_WAKE, lambda *_: self.release())
 
     def hold(self) -> None:
@@ -75,6 +74,11 @@ class AgentSignals:
         """Be deaf from here on: the end has begun, and a second request must not end that."""
         for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
+
+    def heed(self) -> None:
+        """Be deaf no longer."""
+        for number in self._numbers:
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: object) -> None:
         """Called in the main thread, whichever thread the signal came to."""

@@ -16,6 +16,7 @@ A ``UsageError`` is one line that names the value, the limit and the way out. It
 stands, without a traceback, and starting the same command again would end the same way.
 """
 
+import contextlib
 import sys
 from typing import Final
 
@@ -64,6 +65,10 @@ class AlreadyTold(UsageError):  # noqa: N818 - what is left of an error
     """A usage error that people have been told of; what is left is to end with its status."""
 
 
+class ToldByRank0(UsageError):  # noqa: N818 - the same
+    """A usage error of rank 0, which has told the event log; people at this node's terminal have not been told."""
+
+
 class SnapshotError(ElasticMnistError):
     """One snapshot is damaged, torn or unfit to resume from."""
 
@@ -85,6 +90,7 @@ class Fenced(ElasticMnistError):  # noqa: N818 - the same
 
 
 def say(message: str) -> None:
-    """Say something to the person at the terminal: one line at standard error, which says who speaks."""
-    sys.stderr.write(f"elastic_mnist: {message}\n")
-    sys.stderr.flush()
+    """Say something to the person at the terminal, if there still is one: one line at standard error."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # it was closed at the start, or since
+        sys.stderr.write(f"elastic_mnist: {message}\n")
+        sys.stderr.flush()

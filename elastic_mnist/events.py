@@ -231,4 +231,5 @@ def append(path: Path, event: dict[str, Any]) -> None:
     lines = _JsonLines(path)
     lines(None, "", line)
     lines.close()
-    sys.stderr.write(json.dumps(_as_json(line), default=str) + "\n")
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # nobody reads it, and whoever tells must go on
+        sys.stderr.write(json.dumps(_as_json(line), default=str) + "\n")

@@ -9,11 +9,15 @@ unnoticed.
 """
 
 import os
+from typing import TYPE_CHECKING
 
 from elastic_mnist import launch
 from elastic_mnist.agent_signals import AgentSignals
 from elastic_mnist.settings import Settings
 from elastic_mnist.warden import Warden
+
+if TYPE_CHECKING:
+    from elastic_mnist.snapshots.rescue import Outcome
 
 
 class Node:
@@ -69,8 +73,16 @@ class Node:
             self._warden.close()
             self._warden.tell_of_the_lost()
 
-    def end_of_stop(self, reason: str) -> bool:
-        """End where the agent was asked to stop; return whether nothing is lost by that.
+    def save(self) -> None:
+        """Save what the workers have not saved, where the agent ends though nobody asked for it."""
+        self._signals.ignore()
+        self._rescue(reason=None)
+        self._signals.heed()
+
+    def stop(self, reason: str) -> bool:
+        """Save what the workers have not saved, where the agent was asked to stop; return whether all of it is safe.
+
+        Nothing is left to do for the agent then but to end: it hears no signal any more.
 
         Args:
             reason: of the stop, for the event log.
@@ -78,17 +90,14 @@ class Node:
         self._signals.ignore()
         if self._warden is None or self._warden.has_stopped:
             return True
+        outcome = self._rescue(reason=f"{reason}; saved by the agent")
         self._warden.tell_of_the_lost()
-        return self.rescue(reason=f"{reason}; saved by the agent") or not self._warden.has_trained
+        return outcome.is_safe or (outcome.is_empty and not self._warden.has_trained)
 
-    def rescue(self, *, reason: str | None) -> bool:
-        """Save what the memory holds and the workers have not saved; return whether it is safe now.
+    def _rescue(self, *, reason: str | None) -> "Outcome":
+        """Save what the memory holds and no snapshot has; `reason` is that of the stop that is told."""
+        from elastic_mnist.snapshots.rescue import Outcome, rescue  # noqa: PLC0415 - most agents need it never
 
-        Args:
-            reason: of the stop that is told; None where it is none.
-        """
         if self._memory_path is None or os.stat(self._memory_path).st_size == 0:  # noqa: PTH116 - a Path reads the link
-            return False
-        from elastic_mnist.snapshots.rescue import rescue  # noqa: PLC0415 - most agents need it never
-
+            return Outcome.EMPTY
         return rescue(self._memory_path, self._settings, reason=reason)

@@ -86,8 +86,19 @@ class RendezvousOverError(RendezvousError):
     """The rendezvous is over for this node; one line for people."""
 
 
-class _StoppedByOthers(SystemExit):
+class _StoppedByOthers(Exception):  # noqa: N818 - what was asked for, and no error
     """The workers were asked to stop, and not by their agent: it does not start them again."""
+
+
+class _Ended(Exception):  # noqa: N818 - it may be a good end
+    """The agent ends with a status, and people have been told why.
+
+    No SystemExit: at the interpreter's ordinary exit, a thread of torch in the middle of a call may abort the process.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"exit status {status}")
+        self.status = status
 
 
 def install() -> Creator:
@@ -114,7 +125,9 @@ def _end_in_one_line(otherwise: Hook) -> Hook:
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if StaticRendezvous.latest is not None and _is_stop(error):
-            status = StaticRendezvous.latest.end_of_stop(error)
+            status = StaticRendezvous.latest.stop(error)
+        elif isinstance(error, _Ended):
+            status = error.status
         elif _launch() is not None and _is_taken(error):
             say("error: the port is taken; choose another --master_port")
             status = EXIT_USAGE
@@ -285,8 +298,7 @@ class StaticRendezvous(RendezvousHandler):
         """Join the next round."""
         self._end_if_refused()
         if self._node is not None and self._node.is_stopped_by_others:
-            say(_STOPPED)
-            raise _StoppedByOthers(EXIT_STOPPED)
+            raise _StoppedByOthers
         info = self._inner.next_rendezvous()
         if self._store is None:  # the workers write to it without the agents' prefix
             self._store = getattr(info.store, "underlying_store", None)
@@ -298,7 +310,7 @@ class StaticRendezvous(RendezvousHandler):
     def _end_if_refused(self) -> None:
         """End the agent where one of its workers has said that starting it again is of no use."""
         if self._node is not None and self._node.is_refused:
-            raise SystemExit(EXIT_USAGE)
+            raise _Ended(EXIT_USAGE)
 
     def shutdown(self) -> bool:
         """Close the rendezvous; the agent calls this last.
@@ -309,15 +321,15 @@ class StaticRendezvous(RendezvousHandler):
         if self._node is not None:
             self._node.end()
             if not is_stop:  # of a stop, there is more to say when all is over
-                self._node.rescue(reason=None)
+                self._node.save()
         self._end_if_refused()
         return is_stop or self._is_others_job() or self._inner.shutdown()
 
-    def end_of_stop(self, error: BaseException) -> int:
-        """Say how an agent ends that was asked to stop; return its exit status."""
+    def stop(self, error: BaseException) -> int:
+        """End as an agent that was asked to stop, and say how that went; return the exit status."""
         sign = getattr(error, "sigval", None)
         reason = "the workers were stopped" if sign is None else signal.Signals(sign).name
-        is_saved = self._node is None or self._node.end_of_stop(reason)
+        is_saved = self._node is None or self._node.stop(reason)
         say(_STOPPED if is_saved else "error: stopped, and what came after the newest snapshot is not saved")
         return EXIT_STOPPED if is_saved else EXIT_FAILURE
 
@@ -398,7 +410,7 @@ class ElasticRendezvous(StaticRendezvous):
                 info = super()._join()
             except RendezvousGracefulExitError:  # torchrun would stumble over it
                 say(f"the job at {self._location} has ended, and had no need of this node")
-                raise SystemExit(0) from None
+                raise _Ended(0) from None
             # The round's store is a namespace of the agents alone; its first member names the workers'.
             key = "elastic_mnist/generation_key"
             if info.rank == 0:

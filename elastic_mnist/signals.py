@@ -39,12 +39,18 @@ class StopRequests:
 
     Args:
         has_something_to_save: whether there is, although the training has not begun.
+        on_idle_stop: called before the process ends where there is not, with what `is_by_others` says.
     """
 
-    def __init__(self, has_something_to_save: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        has_something_to_save: Callable[[], bool] = lambda: False,
+        on_idle_stop: Callable[[bool], None] = lambda _by_others: None,
+    ) -> None:
         self.received: str | None = None
         self.is_by_others = False
         self._has_something_to_save = has_something_to_save
+        self._on_idle_stop = on_idle_stop
         self._give_up: Callable[[str], None] = lambda _reason: None
         self._is_training = False
         self._interrupted_at: float | None = None
@@ -73,6 +79,7 @@ class StopRequests:
                 if number == signal.SIGINT and self._is_impatient():
                     os._exit(EXIT_INTERRUPTED)
                 if is_idle:
+                    self._on_idle_stop(self.is_by_others)
                     os._exit(EXIT_STOPPED)
                 if self.received is None:
                     self.received = signal.Signals(number).name

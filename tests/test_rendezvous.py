@@ -235,7 +235,7 @@ def test_a_refused_node_ends_as_refused_also_beside_others(
         watch=None,
     )
     handler._num_others = 1
-    node = SimpleNamespace(is_refused=is_refused, end=lambda: None, rescue=lambda **_: None)
+    node = SimpleNamespace(is_refused=is_refused, end=lambda: None, save=lambda: None)
     handler._node = node  # type: ignore[assignment]
 
     def end() -> None:
@@ -244,9 +244,9 @@ def test_a_refused_node_ends_as_refused_also_beside_others(
         finally:
             handler.shutdown()
 
-    with pytest.raises(SystemExit if is_refused else ChildFailedError) as ended:
+    with pytest.raises(rendezvous._Ended if is_refused else ChildFailedError) as ended:
         end()
-    assert getattr(ended.value, "code", None) == (2 if is_refused else None)
+    assert getattr(ended.value, "status", None) == (2 if is_refused else None)
 
 
 def test_a_signal_to_a_worker_stops_its_node_though_restarts_are_left(tmp_path: Path, undisturbed_sha256: str) -> None:
@@ -261,6 +261,17 @@ def test_a_signal_to_a_worker_stops_its_node_though_restarts_are_left(tmp_path: 
         assert "Traceback" not in job.output
     with Job(tmp_path, tmp_path, standalone(2), OPTIONS) as job:
         assert job.finish()["weights_sha256"] == undisturbed_sha256
+
+
+def test_a_signal_to_a_worker_in_its_set_up_stops_its_node(tmp_path: Path) -> None:
+    """Before there is anything to save, too: 143, and no second generation."""
+    with Job(tmp_path, tmp_path, standalone(2), OPTIONS) as job:
+        eventually(lambda: len(job.workers()) == 2)
+        job.kill(1, signal.SIGTERM)
+        assert job.wait(within=60) == 143
+        assert job.events("run.started") == []
+        assert "elastic_mnist: stopped; the same command goes on from here" in job.output
+        assert "Traceback" not in job.output
 
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
@@ -308,7 +319,7 @@ def test_a_port_that_is_taken_is_told_by_the_static_rendezvous_too(tmp_path: Pat
 def test_a_refusal_in_a_later_life_stands_in_the_log(tmp_path: Path) -> None:
     """Where the record is spoilt and a worker dies, the log tells why the job ends; the terminal tells it once."""
     options = (*OPTIONS, "--memory_snapshot_every=0")
-    with Job(tmp_path, tmp_path, standalone(1), options) as job:
+    with Job(tmp_path, tmp_path, standalone(2), options) as job:
         job.wait_for_step(2)
         (tmp_path / "snapshots" / "run.json").write_text("{")
         job.kill(0)

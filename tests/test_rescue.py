@@ -1,10 +1,14 @@
 """What is in a node's memory alone is saved by its agent, where the agent ends and its workers cannot save it."""
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +17,20 @@ from places import Place
 from states import small_state
 from structlog.testing import capture_logs
 
-from elastic_mnist import events, processes
-from elastic_mnist.errors import Fenced, StoreError
+from elastic_mnist import events, launch, processes
+from elastic_mnist.errors import StoreError, UsageError
+from elastic_mnist.node import Node
+from elastic_mnist.sampler import Position
 from elastic_mnist.settings import Settings
+from elastic_mnist.signals import SIGNALS
+from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots import rescue
 from elastic_mnist.snapshots.claim import Holder
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.memory import MemoryTier
 from elastic_mnist.snapshots.record import RunRecord
+from elastic_mnist.snapshots.rescue import Outcome
+from elastic_mnist.snapshots.resume import MAX_STALLED, Offer
 from elastic_mnist.tools import verify
 
 OPTIONS = (
@@ -129,11 +139,19 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return place
 
 
-def save_held(place: Place, memory_path: str, record: RunRecord, step: int, *, reason: str | None = None) -> bool:
-    """Let the memory hold a state, and save it as an agent does."""
+def hold(memory_path: str, record: RunRecord, step: int) -> None:
+    """Let the memory hold a state."""
     state = small_state(step, run_id=record.run_id, generation=record.generation, progress={"test_accuracy": None})
     MemoryTier(memory_path, record).put(state)
-    return rescue.save_held(memory_path, Settings(snapshot_path=str(place.directory)), reason=reason)
+
+
+def save_held(
+    place: Place, memory_path: str, record: RunRecord, step: int, *, reason: str | None = None, patience: float = 0.0
+) -> Outcome:
+    """Let the memory hold a state, and save it as an agent does."""
+    hold(memory_path, record, step)
+    settings = Settings(snapshot_path=str(place.directory))
+    return rescue.save_held(memory_path, settings, reason=reason, holder_seconds=patience)
 
 
 def test_a_store_that_hangs_does_not_hold_up_the_end(
@@ -148,7 +166,7 @@ def test_a_store_that_hangs_does_not_hold_up_the_end(
 
     monkeypatch.setattr(rescue, "save_held", save_for_ever)
     monkeypatch.setattr(rescue, "_RESCUE_SECONDS", 0.2)
-    assert not rescue.rescue("nowhere", Settings(), reason=None)
+    assert rescue.rescue("nowhere", Settings(), reason=None) is Outcome.LOST
     assert begun.is_set()
     go_on.set()
     assert "what the node's memory holds cannot be saved: not within 0 s" in capsys.readouterr().err
@@ -164,7 +182,7 @@ def newest_step(place: Place) -> int:
 def test_what_is_held_is_saved_and_told(place: Place, memory_path: str) -> None:
     """The newer state is the newest snapshot then, and the stop is told as a worker tells it."""
     with capture_logs() as told:
-        assert save_held(place, memory_path, place.record(), 9, reason="SIGTERM")
+        assert save_held(place, memory_path, place.record(), 9, reason="SIGTERM") is Outcome.SAFE
     assert newest_step(place) == 9
     *_, saved, stopped = told
     assert (saved["event"], saved["tier"], saved["step"]) == ("snapshot.saved", "storage", 9)
@@ -177,7 +195,7 @@ def test_what_a_snapshot_has_already_is_left_as_it_is(step: int, place: Place, m
     """A state of the newest snapshot's step, or of one before, is safe as it is; a stop tells of that snapshot."""
     before = contents(place.directory)
     with capture_logs() as told:
-        assert save_held(place, memory_path, place.record(), step, reason="SIGTERM")
+        assert save_held(place, memory_path, place.record(), step, reason="SIGTERM") is Outcome.SAFE
     assert contents(place.directory) == before
     assert (told[-1]["event"], told[-1]["step"]) == ("run.stopped", 5)
     assert told[-1]["path"] == f"{place.directory}/step-00000005.pt"
@@ -186,31 +204,86 @@ def test_what_a_snapshot_has_already_is_left_as_it_is(step: int, place: Place, m
 def test_a_damaged_snapshot_of_what_is_held_is_made_again(place: Place, memory_path: str) -> None:
     """A manifest alone does not make it safe."""
     (place.directory / "step-00000005.pt").write_bytes(b"damaged")
-    assert save_held(place, memory_path, place.record(), 5)
+    assert save_held(place, memory_path, place.record(), 5) is Outcome.SAFE
     assert newest_step(place) == 5
 
 
 def test_an_empty_memory_saves_nothing(place: Place, memory_path: str) -> None:
     """There is nothing that would be safe."""
-    assert not rescue.save_held(memory_path, Settings(snapshot_path=str(place.directory)), reason=None)
+    settings = Settings(snapshot_path=str(place.directory))
+    assert rescue.save_held(memory_path, settings, reason=None) is Outcome.EMPTY
     assert newest_step(place) == 5
 
 
-def test_one_agent_alone_saves(place: Place, memory_path: str) -> None:
-    """What another agent's worker has the claim for is that agent's to save."""
-    before = contents(place.directory)
-    others = replace(place.record(), holder={**place.record().holder, "pid": os.getppid()})
-    assert save_held(place, memory_path, others, 9)
+def claimed_by(pid: int, place: Place) -> RunRecord:
+    """Return the record as another agent's worker has claimed it, one of this host."""
+    record = replace(place.record(), holder=asdict(replace(OWN, pid=pid, pid_started=processes.started(pid))))
+    place.storage.put(run_record.NAME, record.to_json())
+    return record
+
+
+def test_one_agent_alone_saves_while_the_holder_can(place: Place, memory_path: str) -> None:
+    """What another agent has the claim for is that one's to save, and to tell of: once it has, nothing is written."""
+    others = claimed_by(os.getppid(), place)
+    hold(memory_path, others, 9)
+    settings = Settings(snapshot_path=str(place.directory))
+    with ThreadPoolExecutor(1) as agent, capture_logs() as told:
+        outcome = agent.submit(rescue.save_held, memory_path, settings, reason="SIGTERM", holder_seconds=60.0)
+        place.commit(9, run_id=others.run_id)
+        before = contents(place.directory)
+        assert outcome.result(60) is Outcome.SAFE
     assert contents(place.directory) == before
+    assert [event["event"] for event in told] == ["snapshot.saved"]  # the holder's
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_what_the_holder_does_not_save_another_agent_does(*, is_dead: bool, place: Place, memory_path: str) -> None:
+    """At once where it is seen to be dead, else after a while; nothing of what it may be about to save is removed."""
+    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    record = claimed_by(holder.pid, place)
+    if is_dead:
+        holder.kill()
+        holder.wait()
+    (place.directory / "step-00000007.pt").write_bytes(b"its manifest is on its way")
+    with capture_logs() as told:
+        outcome = save_held(place, memory_path, record, 9, reason="SIGTERM", patience=10**6 if is_dead else 0.6)
+    holder.communicate(b"\n")
+    assert outcome is Outcome.SAFE
+    assert newest_step(place) == 9
+    assert (place.directory / "step-00000007.pt").exists()
+    assert (place.directory / "step-00000005.pt").exists()
+    assert told[-1]["event"] == "run.stopped"
+
+
+def test_what_a_later_generation_of_the_same_agent_did_not_reach_is_saved(place: Place, memory_path: str) -> None:
+    """A generation that claimed the place and died before its first step has left no state; the one before has."""
+    mine = place.record()
+    hold(memory_path, mine, 9)
+    offer = Offer(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
+    assert place.decide(holder=OWN, offers=[offer]).record.generation == mine.generation + 1
+    assert save_held(place, memory_path, mine, 9) is Outcome.SAFE
+    assert newest_step(place) == 9
+    assert place.decide(holder=OWN).data is not None  # nothing of it is late for the next one
+
+
+def test_a_job_that_gives_up_saves_what_it_has(place: Place, memory_path: str) -> None:
+    """Where the last generations have all died at one step, that step is in a snapshot when the agent has ended."""
+    mine = place.record()
+    offer = Offer(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
+    for _ in range(MAX_STALLED + 1):
+        place.mark(place.decide(holder=OWN, offers=[offer]), 9)
+    with pytest.raises(UsageError, match="generations in a row have ended at step 9"):
+        place.decide(holder=OWN, offers=[offer])
+    assert save_held(place, memory_path, mine, 9) is Outcome.SAFE
+    assert newest_step(place) == 9
 
 
 def test_a_generation_that_is_over_saves_nothing(place: Place, memory_path: str) -> None:
-    """Where a later one has claimed the place, what this one holds is left alone."""
+    """Where a later one, of another agent, has claimed the place, it has more, and what this one holds is left."""
     mine = place.record()
     place.decide(holder=replace(OWN, pid=os.getppid()))
     before = contents(place.directory)
-    with pytest.raises(Fenced):
-        save_held(place, memory_path, mine, 9)
+    assert save_held(place, memory_path, mine, 9) is Outcome.SAFE
     assert contents(place.directory) == before
 
 
@@ -223,3 +296,55 @@ def test_a_store_that_is_away_is_told(place: Place, memory_path: str) -> None:
     place.directory.write_bytes(b"a file")
     with pytest.raises(StoreError, match=str(place.directory)):
         save_held(place, memory_path, record, 9)
+
+
+@pytest.fixture
+def node(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    """The node of this process, as if it were an agent, with its signals put back afterwards."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    numbers = [*SIGNALS, signal.SIGURG]
+    before = [signal.getsignal(number) for number in numbers]
+    node = Node(Settings(snapshot_path=str(place.directory)))
+    yield node
+    node.end()
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("is_store_there", [True, False])
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_stop_is_one_in_order_where_nothing_is_lost(
+    *, is_held: bool, is_store_there: bool, node: Node, place: Place
+) -> None:
+    """Between two generations, with no worker there: what is held must be safe; where nothing is, nothing is lost."""
+    node.begin_generation()
+    node.let_signals_through()
+    if is_held:
+        hold(os.environ[launch.MEMORY], place.record(), 9)
+    if not is_store_there:
+        shutil.rmtree(place.directory)
+        place.directory.write_bytes(b"a file")
+    assert node.stop("SIGTERM") == (is_store_there or not is_held)
+
+
+NOBODY_READS = ("bash", "-c", 'exec "$0" "$@" 2> >(true)')
+
+
+def test_an_agent_whose_terminal_is_gone_saves_all_the_same(tmp_path: Path, undisturbed_sha256: str) -> None:
+    """Where nobody reads its standard error any more, a worker is lost, and restarts are spent: it is saved."""
+    environment, fired = fault(tmp_path, "kill", rank=0, step=5)
+    launcher = (*NOBODY_READS, *standalone(1, max_restarts=0))
+    with Job(tmp_path, tmp_path, launcher, OPTIONS, environment) as job:
+        assert job.wait(within=60) == 1
+        assert fired.exists()
+        assert len(job.events("worker.lost")) == 1
+    check_goes_on(tmp_path, 5, undisturbed_sha256)
+
+
+def test_a_stop_whose_last_line_nobody_reads_is_one_in_order(tmp_path: Path) -> None:
+    """Ctrl-C ends whoever reads the output as well; the status is that of a stop all the same."""
+    with Job(tmp_path, tmp_path, (*NOBODY_READS, *standalone(1)), OPTIONS) as job:
+        job.wait_for_step(3)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(within=60) == 143
+        assert len(job.events("run.stopped")) == 1

@@ -70,6 +70,11 @@ def is_alive(holder: dict[str, Any]) -> bool:
     )
 
 
+def is_seen_dead(holder: dict[str, Any]) -> bool:
+    """Whether a holder can be seen from here to be no more."""
+    return holder.get("host") == processes.host() and not is_alive(holder)
+
+
 def refuse_if_in_use(recorded: RunRecord, holder: Holder, where: str) -> None:
     """Raise `UsageError` where another launch is at work on a run."""
     if recorded.is_finished or recorded.holder.get("job_id") == holder.job_id or not is_alive(recorded.holder):

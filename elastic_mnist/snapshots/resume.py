@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from elastic_mnist.errors import SnapshotError, StoreError, UsageError
+from elastic_mnist.errors import SnapshotError, StoreError, ToldByRank0, UsageError
 from elastic_mnist.events import identify, log
 from elastic_mnist.sampler import Position, num_steps_per_epoch
 from elastic_mnist.settings import Settings
@@ -321,11 +321,11 @@ def to_bytes(start: Start | UsageError) -> bytes:
 
 
 def from_bytes(message: bytes) -> Start:
-    """Read what `to_bytes` made; raises the `UsageError` where rank 0 had one."""
+    """Read what `to_bytes` made; raises `ToldByRank0` where rank 0 had an error."""
     size = int.from_bytes(message[:8], "little")
     head, data = json.loads(message[8 : 8 + size]), message[8 + size :]
     if "error" in head:
-        raise UsageError(head["error"])
+        raise ToldByRank0(head["error"])
     finished = head["finished"]
     return Start(
         record=RunRecord.from_plain(head["record"]),
