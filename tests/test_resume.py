@@ -259,6 +259,19 @@ def test_a_snapshot_of_the_step_that_memory_holds_needs_no_second_one(at_steps_3
     assert events == []
 
 
+@pytest.mark.parametrize("num_evaluated_epochs", [0, 1])
+def test_a_snapshot_of_an_epochs_end_without_its_evaluation_is_made_again(
+    num_evaluated_epochs: int, tmp_path: Path
+) -> None:
+    """What memory holds may have it: a job that ends there is to leave a snapshot that tells its accuracy."""
+    place = Place(tmp_path)
+    progress = {"num_evaluated_epochs": num_evaluated_epochs}
+    place.commit(13, run_id=place.decide().record.run_id, progress=progress)
+    start = place.decide(offers=[offered(place, 13)])
+    assert start.source == "memory"
+    assert start.saved == (position_of(small_state(13)) if num_evaluated_epochs else None)
+
+
 @pytest.mark.parametrize("data", [b"", b"damaged", None], ids=["empty", "damaged", "missing"])
 def test_a_damaged_snapshot_of_the_step_that_memory_holds_is_not_counted_upon(
     data: bytes | None, at_steps_3_and_5: Place

@@ -227,7 +227,7 @@ def _look(
             snapshot=newest,
         )
     if held is not None:
-        saved = _newest_position(tier, before=held.position.step) if newest is None else position_of(newest.state)
+        saved = _newest_position(tier, before=held.position.step) if newest is None else _saved_for_good(newest.state)
         return replace(_of_memory(held, recorded), saved=saved)
     if settings.resume_from is not None:
         return _of_file(settings.resume_from, recorded, asked)
@@ -295,6 +295,13 @@ def _state_of(file: ForeignFile, position: Position, settings: Settings, record:
         "started_at": record.started_at,
         "progress": {"num_evaluated_epochs": position.epoch},
     }
+
+
+def _saved_for_good(state: State) -> Position | None:
+    """Return what is finished in a snapshot; None where it is to be made again, with the evaluation of its epoch."""
+    position = position_of(state)
+    num_evaluated_epochs = state["progress"].get("num_evaluated_epochs", position.epoch)
+    return None if position.samples_in_epoch == 0 and num_evaluated_epochs < position.epoch else position
 
 
 def _newest_position(tier: DurableTier, *, before: int) -> Position | None:
