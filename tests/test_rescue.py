@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import SMALL, Job, contents, eventually, fault, free_port, plain, standalone, torchrun
@@ -18,7 +19,7 @@ from states import small_state
 from structlog.testing import capture_logs
 
 from elastic_mnist import events, launch, processes
-from elastic_mnist.errors import StoreError, UsageError
+from elastic_mnist.errors import StoreConflict, StoreError, UsageError
 from elastic_mnist.node import Node
 from elastic_mnist.sampler import Position
 from elastic_mnist.settings import Settings
@@ -31,6 +32,7 @@ from elastic_mnist.snapshots.memory import MemoryTier
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.rescue import Outcome
 from elastic_mnist.snapshots.resume import MAX_STALLED, Offer
+from elastic_mnist.snapshots.storage import LocalStorage
 from elastic_mnist.tools import verify
 
 OPTIONS = (
@@ -166,7 +168,7 @@ def test_a_store_that_hangs_does_not_hold_up_the_end(
 
     monkeypatch.setattr(rescue, "save_held", save_for_ever)
     monkeypatch.setattr(rescue, "_RESCUE_SECONDS", 0.2)
-    assert rescue.rescue("nowhere", Settings(), reason=None) is Outcome.LOST
+    assert rescue.rescue("nowhere", Settings(), reason=None, stands_in=True) is Outcome.LOST
     assert begun.is_set()
     go_on.set()
     assert "what the node's memory holds cannot be saved: not within 0 s" in capsys.readouterr().err
@@ -177,6 +179,11 @@ def newest_step(place: Place) -> int:
     newest = DurableTier(place.storage).newest_valid()
     assert newest is not None
     return int(newest.state["step"])
+
+
+def names(told: Sequence[MutableMapping[str, Any]]) -> list[str]:
+    """Return what was told, less what the memory tier says for debugging."""
+    return [event["event"] for event in told if event.get("tier") != "memory"]
 
 
 def test_what_is_held_is_saved_and_told(place: Place, memory_path: str) -> None:
@@ -202,9 +209,11 @@ def test_what_a_snapshot_has_already_is_left_as_it_is(step: int, place: Place, m
 
 
 def test_a_damaged_snapshot_of_what_is_held_is_made_again(place: Place, memory_path: str) -> None:
-    """A manifest alone does not make it safe."""
+    """A manifest alone does not make it safe; that it is damaged is told once."""
     (place.directory / "step-00000005.pt").write_bytes(b"damaged")
-    assert save_held(place, memory_path, place.record(), 5) is Outcome.SAFE
+    with capture_logs() as told:
+        assert save_held(place, memory_path, place.record(), 5) is Outcome.SAFE
+    assert names(told) == ["snapshot.rejected", "snapshot.saved"]
     assert newest_step(place) == 5
 
 
@@ -233,26 +242,96 @@ def test_one_agent_alone_saves_while_the_holder_can(place: Place, memory_path: s
         before = contents(place.directory)
         assert outcome.result(60) is Outcome.SAFE
     assert contents(place.directory) == before
-    assert [event["event"] for event in told] == ["snapshot.saved"]  # the holder's
+    assert names(told) == ["snapshot.saved"]  # the holder's
 
 
-@pytest.mark.parametrize("is_dead", [True, False])
-def test_what_the_holder_does_not_save_another_agent_does(*, is_dead: bool, place: Place, memory_path: str) -> None:
-    """At once where it is seen to be dead, else after a while; nothing of what it may be about to save is removed."""
-    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    record = claimed_by(holder.pid, place)
-    if is_dead:
-        holder.kill()
-        holder.wait()
+@pytest.fixture
+def other_agent() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this host that may stand for another launch, or another node."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_what_the_holder_does_not_save_another_agent_does(
+    other_agent: subprocess.Popen[bytes], place: Place, memory_path: str
+) -> None:
+    """After a while; nothing of what the holder may be about to save is removed, and what is damaged is told twice."""
+    record = claimed_by(other_agent.pid, place)
+    place.commit(9, run_id=record.run_id)
+    (place.directory / "step-00000009.pt").write_bytes(b"damaged")
     (place.directory / "step-00000007.pt").write_bytes(b"its manifest is on its way")
     with capture_logs() as told:
-        outcome = save_held(place, memory_path, record, 9, reason="SIGTERM", patience=10**6 if is_dead else 0.6)
-    holder.communicate(b"\n")
-    assert outcome is Outcome.SAFE
+        assert save_held(place, memory_path, record, 9, reason="SIGTERM", patience=1.2) is Outcome.SAFE
     assert newest_step(place) == 9
     assert (place.directory / "step-00000007.pt").exists()
     assert (place.directory / "step-00000005.pt").exists()
-    assert told[-1]["event"] == "run.stopped"
+    assert names(told) == ["snapshot.rejected"] * 2 + ["snapshot.saved", "run.stopped"]  # by the look, and set aside
+
+
+@pytest.mark.parametrize("stands_in", [True, False])
+def test_a_dead_holder_is_not_waited_for(
+    *,
+    stands_in: bool,
+    other_agent: subprocess.Popen[bytes],
+    place: Place,
+    memory_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it is seen that nobody else can save it, it is saved at once, whatever is said of the others."""
+    monkeypatch.setattr(rescue, "_LOOK_SECONDS", -1)  # no sleep takes that
+    record = claimed_by(other_agent.pid, place)
+    other_agent.kill()
+    other_agent.wait()
+    hold(memory_path, record, 9)
+    settings = Settings(snapshot_path=str(place.directory))
+    assert rescue.save_held(memory_path, settings, reason=None, stands_in=stands_in) is Outcome.SAFE
+    assert newest_step(place) == 9
+
+
+def test_an_agent_that_leaves_the_job_to_others_does_not_wait_for_them(
+    place: Place, memory_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for its end, and have in memory what it has; so it does not so much as look at the store."""
+    monkeypatch.setattr(rescue, "open_storage", lambda _: pytest.fail("it was opened"))
+    hold(memory_path, claimed_by(os.getppid(), place), 9)
+    settings = Settings(snapshot_path=str(place.directory))
+    assert rescue.save_held(memory_path, settings, reason=None, stands_in=False) is Outcome.SAFE
+
+
+def test_an_agent_that_does_not_see_the_runs_snapshots_makes_none(place: Place, memory_path: str) -> None:
+    """A node whose path is not the leader's says so; a run that began there would bar the way for the next one."""
+    record = claimed_by(os.getppid(), place)
+    hold(memory_path, record, 9)
+    shutil.rmtree(place.directory)
+    settings = Settings(snapshot_path=str(place.directory))
+    with pytest.raises(UsageError, match=f"run {record.run_id} is not recorded there"):
+        rescue.save_held(memory_path, settings, reason="SIGTERM", holder_seconds=0.0)
+    assert not place.directory.exists()
+
+
+def test_what_another_agent_saves_at_the_same_moment_is_not_lost(
+    place: Place, memory_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes second at a write looks again, finds it saved, and leaves it to the other one to tell."""
+    was_second: list[str] = []
+
+    class Busy(LocalStorage):
+        def put_if(self, name: str, data: bytes, version: str | None) -> str:
+            if name == run_record.NAME and not was_second:
+                was_second.append(name)
+                place.commit(9, run_id=place.record().run_id)
+                raise StoreConflict(name)
+            return super().put_if(name, data, version)
+
+    monkeypatch.setattr(rescue, "open_storage", lambda _: Busy(place.directory))
+    hold(memory_path, place.record(), 9)
+    with capture_logs() as told:
+        outcome = rescue.save_held(memory_path, Settings(), reason="SIGTERM", holder_seconds=0.0)
+    assert was_second
+    assert outcome is Outcome.SAFE
+    assert newest_step(place) == 9
+    assert names(told)[0] == "snapshot.saved"  # the other one's
 
 
 def test_what_a_later_generation_of_the_same_agent_did_not_reach_is_saved(place: Place, memory_path: str) -> None:
@@ -278,13 +357,22 @@ def test_a_job_that_gives_up_saves_what_it_has(place: Place, memory_path: str) -
     assert newest_step(place) == 9
 
 
-def test_a_generation_that_is_over_saves_nothing(place: Place, memory_path: str) -> None:
-    """Where a later one, of another agent, has claimed the place, it has more, and what this one holds is left."""
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_what_a_generation_that_is_over_holds(
+    *, is_dead: bool, other_agent: subprocess.Popen[bytes], place: Place, memory_path: str
+) -> None:
+    """Another agent's later generation has more, and is left alone; one that is seen to be dead has left nothing."""
     mine = place.record()
-    place.decide(holder=replace(OWN, pid=os.getppid()))
+    offer = Offer(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
+    other = replace(OWN, pid=other_agent.pid, pid_started=processes.started(other_agent.pid))
+    assert place.decide(holder=other, offers=[offer]).record.generation == mine.generation + 1
+    if is_dead:
+        other_agent.kill()
+        other_agent.wait()
     before = contents(place.directory)
     assert save_held(place, memory_path, mine, 9) is Outcome.SAFE
-    assert contents(place.directory) == before
+    assert newest_step(place) == (9 if is_dead else 5)
+    assert (contents(place.directory) == before) == (not is_dead)
 
 
 def test_a_store_that_is_away_is_told(place: Place, memory_path: str) -> None:

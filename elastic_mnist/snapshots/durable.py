@@ -319,6 +319,10 @@ class DurableTier:
         """The place, as people know it."""
         return self._storage.location
 
+    def names(self) -> list[str]:
+        """Return the names of what is there."""
+        return self._storage.names()
+
     def path(self, step: int) -> str:
         """Return where the snapshot of a step is."""
         return self._storage.path(_data_name(step))

@@ -4,8 +4,8 @@ The memory ends with the agent. A worker that hangs when it is asked to stop, on
 replaced any more, a launch whose restarts are used up, a rendezvous whose host is gone: in all these cases the newest
 state is there, and perhaps nowhere else.
 
-Invariant: one agent at a time saves, and under the newest claim of its job. It is the one whose worker made that claim,
-and another one only where that one has not saved within some seconds, or is seen to be dead.
+Invariant: an agent saves under the newest claim of its job. It is the one whose worker made that claim, and another one
+only where that one has not saved within some seconds, or is seen to be dead.
 """
 
 import threading
@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Final
 
 from elastic_mnist import events, processes
-from elastic_mnist.errors import Fenced, say
+from elastic_mnist.errors import Fenced, StoreConflict, UsageError, say
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import memory
 from elastic_mnist.snapshots import record as run_record
@@ -23,14 +23,16 @@ from elastic_mnist.snapshots.durable import DurableTier, Snapshot
 from elastic_mnist.snapshots.memory import Held
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.state import position_of
-from elastic_mnist.snapshots.storage import Storage, open_storage
+from elastic_mnist.snapshots.storage import open_storage
 
 _RESCUE_SECONDS: Final = 60.0
 
-_HOLDER_SECONDS: Final = 5.0
-"""What the agent that has the claim needs to save; it was asked to stop at about the same moment."""
+_HOLDER_SECONDS: Final = 10.0
+"""What the agent that has the claim needs to save. It was asked to stop at about the same moment, but where its workers
+hang it waits for them until 30 s have passed, and those of another node may have given up after 25 (see `signals`)."""
 
 _LOOK_SECONDS: Final = 0.5
+_NUM_CONFLICTS: Final = 10
 
 
 class Outcome(Enum):
@@ -51,20 +53,21 @@ class Outcome(Enum):
         return self is Outcome.SAFE
 
 
-def rescue(memory_path: str, settings: Settings, *, reason: str | None) -> Outcome:
+def rescue(memory_path: str, settings: Settings, *, reason: str | None, stands_in: bool) -> Outcome:
     """Save what a node's memory holds, in bounded time; say where that fails.
 
     Args:
         memory_path: leads to the memory.
         settings: of the job.
         reason: of the stop that is told as the workers would; None where it is none.
+        stands_in: whether to wait for the agent that has the claim, and to save in its place where it does not.
     """
     outcomes: list[Outcome] = []
     errors: list[Exception] = []
 
     def save() -> None:
         try:
-            outcomes.append(save_held(memory_path, settings, reason=reason))
+            outcomes.append(save_held(memory_path, settings, reason=reason, stands_in=stands_in))
         except Exception as error:  # noqa: BLE001 - carried to the main thread, whatever it is
             errors.append(error)
 
@@ -79,7 +82,12 @@ def rescue(memory_path: str, settings: Settings, *, reason: str | None) -> Outco
 
 
 def save_held(
-    memory_path: str, settings: Settings, *, reason: str | None, holder_seconds: float = _HOLDER_SECONDS
+    memory_path: str,
+    settings: Settings,
+    *,
+    reason: str | None,
+    stands_in: bool = True,
+    holder_seconds: float = _HOLDER_SECONDS,
 ) -> Outcome:
     """Save what a node's memory holds, unless a snapshot has it.
 
@@ -87,7 +95,8 @@ def save_held(
         memory_path: leads to the memory.
         settings: of the job.
         reason: of the stop that is told as the workers would; None where it is none.
-        holder_seconds: how long to wait for the agent whose worker has the claim.
+        stands_in: whether to save in the place of the agent that has the claim, where that one may be alive.
+        holder_seconds: how long to wait for it then.
 
     Raises:
         UsageError: it cannot be saved.
@@ -96,46 +105,72 @@ def save_held(
     held = memory.read(memory_path)
     if held is None:
         return Outcome.EMPTY
+    own = processes.own()
+    if not stands_in and not is_held_by(held.record.holder, own) and not is_seen_dead(held.record.holder):
+        return Outcome.SAFE  # others are at work, and have it
     storage = open_storage(settings.snapshot_path)
+    recorded = run_record.read(storage)
+    record = _claim_to_use(held.record, recorded)
+    is_holder, is_dead = is_held_by(record.holder, own), is_seen_dead(record.holder)
+    if not is_holder and recorded is None:
+        raise UsageError(f"{storage.location}: run {record.run_id} is not recorded there; its snapshots lie elsewhere")
     world_size = held.state["world_size"]
     events.configure(settings.event_log_path, rank=0, world_size=world_size, log_format=settings.log_format)
     events.identify(run_id=held.record.run_id, generation=held.record.generation)
-    record = _latest_own(held.record, run_record.read(storage))
-    is_holder = is_held_by(record.holder, processes.own())
-    if is_holder or is_seen_dead(record.holder):
-        holder_seconds = 0.0
+    # Another agent removes nothing that the holder may need, and nobody sets aside what may be another's.
+    keep_last, is_own = settings.keep_last if is_holder else None, is_holder and record == recorded
+    tier = DurableTier(storage, keep_last=keep_last)
+    look = tier if is_own else DurableTier(storage, read_only=True)
+    patience = 0.0 if is_holder or is_dead else holder_seconds
     try:
-        there = _await_snapshot(storage, held, holder_seconds)
-        if there is not None:
-            position, path = position_of(there.state), there.path
-        else:  # one that is not the holder's removes nothing: the holder may be about to save
-            tier = DurableTier(storage, keep_last=settings.keep_last if is_holder else None)
-            tier.save_state(held.state, Claim(storage, record, None).check)
-            position, path = held.position, tier.path(held.position.step)
+        saved_by_others = _save(held, look, tier, Claim(storage, record, None), patience)
     except Fenced:
         return Outcome.SAFE
-    if reason is not None and (is_holder or there is None):  # one agent tells
+    position, path = held.position, tier.path(held.position.step)
+    if saved_by_others is not None:
+        position, path = position_of(saved_by_others.state), saved_by_others.path
+    if reason is not None and (is_holder or saved_by_others is None):  # one agent tells
         events.log.info("run.stopped", reason=reason, **vars(position), path=path)
     return Outcome.SAFE
 
 
-def _latest_own(held: RunRecord, recorded: RunRecord | None) -> RunRecord:
-    """Return the latest claim of this agent's workers: one that died before its first step has left no state."""
-    is_own = (
-        recorded is not None
-        and (recorded.run_id, recorded.generation > held.generation) == (held.run_id, True)
-        and is_held_by(recorded.holder, processes.own())
-    )
-    return recorded if recorded is not None and is_own else held
+def _save(held: Held, look: DurableTier, tier: DurableTier, claim: Claim, patience: float) -> Snapshot | None:
+    """Save what is held; return the snapshot that has it already, or has more, where there is one.
 
-
-def _await_snapshot(storage: Storage, held: Held, seconds: float) -> Snapshot | None:
-    """Return the snapshot that has what is held, or more; None where there is none after some seconds."""
-    tier, deadline = DurableTier(storage, read_only=True), time.monotonic() + seconds
+    Args:
+        held: what is held.
+        look: where to look for such a snapshot.
+        tier: where to save.
+        claim: under which it is saved.
+        patience: seconds to wait for the holder's snapshot.
+    """
+    deadline, num_conflicts, seen = time.monotonic() + patience, 0, None
     while True:
-        newest = tier.newest_valid(after=held.position.step - 1)
-        if newest is not None and newest.state["run_id"] == held.record.run_id:
-            return newest
+        names = look.names()
+        if names != seen:  # or what is damaged would be told at each look
+            seen, newest = names, look.newest_valid(after=held.position.step - 1)
+            if newest is not None and newest.state["run_id"] == held.record.run_id:
+                return newest
         if time.monotonic() >= deadline:
-            return None
+            try:
+                tier.save_state(held.state, claim.check)
+            except StoreConflict:  # another agent is at it as well
+                num_conflicts += 1
+                if num_conflicts > _NUM_CONFLICTS:
+                    raise
+            else:
+                return None
         time.sleep(_LOOK_SECONDS)
+
+
+def _claim_to_use(held: RunRecord, recorded: RunRecord | None) -> RunRecord:
+    """Return the claim under which to save what is held.
+
+    It is a later one than that of what is held, where its generation died before its first step, and has left no state:
+    one of this agent's own workers, or of a worker of this job whose agent is seen to be dead.
+    """
+    if recorded is None or recorded.run_id != held.run_id or recorded.generation <= held.generation:
+        return held
+    is_same_job = recorded.holder.get("job_id") == held.holder.get("job_id")
+    is_over = is_held_by(recorded.holder, processes.own()) or (is_same_job and is_seen_dead(recorded.holder))
+    return recorded if is_over else held
