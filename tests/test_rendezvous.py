@@ -235,7 +235,8 @@ def test_a_refused_node_ends_as_refused_also_beside_others(
         watch=None,
     )
     handler._num_others = 1
-    node = SimpleNamespace(is_refused=is_refused, end=lambda: None, save=lambda: None)
+    saves: list[dict[str, bool]] = []
+    node = SimpleNamespace(is_refused=is_refused, end=lambda: None, save=lambda **how: saves.append(how))
     handler._node = node  # type: ignore[assignment]
 
     def end() -> None:
@@ -247,6 +248,7 @@ def test_a_refused_node_ends_as_refused_also_beside_others(
     with pytest.raises(rendezvous._Ended if is_refused else ChildFailedError) as ended:
         end()
     assert getattr(ended.value, "status", None) == (2 if is_refused else None)
+    assert saves == [{"are_others_at_work": True}]
 
 
 def test_a_signal_to_a_worker_stops_its_node_though_restarts_are_left(tmp_path: Path, undisturbed_sha256: str) -> None:
