@@ -3,7 +3,8 @@
 A node that waits looks once a second whether a new round has begun, as torch has it. With a last call of one second,
 which is all that a recovery should spend, it may just miss it: the round is over without it, and the workers that were
 stopped for its sake are started, and stopped for it once more. So a round that begins while nodes are known to wait
-has the patience of some of their looks. It ends at once, as ever, when it is full.
+has the patience of some of their looks, also where `--rdzv_conf` asks for less. It ends at once, as ever, when it is
+full.
 
 Imported by the agent alone, and after torch's rendezvous package, which it builds on.
 """

@@ -100,7 +100,7 @@ class Node:
 
     def _rescue(self, *, reason: str | None, stands_in: bool) -> "Outcome":
         """Save what the memory holds and no snapshot has; see `rescue`."""
-        from elastic_mnist.snapshots.rescue import Outcome, rescue  # noqa: PLC0415 - most agents need it never
+        from elastic_mnist.snapshots.rescue import Outcome, rescue  # noqa: PLC0415 - no start has to pay for it
 
         if self._memory_path is None or os.stat(self._memory_path).st_size == 0:  # noqa: PTH116 - a Path reads the link
             return Outcome.EMPTY

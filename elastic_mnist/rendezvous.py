@@ -12,10 +12,11 @@ job of the environment. It acts only where the launched module is `elastic_mnist
 - does for the node's workers what outlives them (`node`), and watches over the rendezvous (`store_watch`);
 - ends an agent that was asked to stop with status 143, and one whose rendezvous is over with 1; its last line says so.
 
-Invariant: torchrun's public interfaces (`RendezvousHandler`, `create_backend`, `create_handler`, `RendezvousTimeout`)
-are all it builds on; the one private thing it touches is the table of registered backends. Where that has moved, it
-says so and leaves stock behaviour. Relied on as well: an agent starts its workers when `next_rendezvous` has returned,
-asks for `num_nodes_waiting` while it has some, and calls `shutdown` last, in the midst of the exception it ends with.
+Invariant: torchrun's public interfaces (`RendezvousHandler`, `create_backend`, and for `last_call`, `create_handler`,
+`DynamicRendezvousHandler`, `RendezvousTimeout`) are all it builds on; the one private thing it touches is the table of
+registered backends. Where that has moved, it says so and leaves stock behaviour. Relied on as well: an agent starts
+its workers when `next_rendezvous` has returned, asks for `num_nodes_waiting` while it has some, and calls `shutdown`
+last, in the midst of the exception it ends with.
 """
 
 import contextlib
