@@ -13,7 +13,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final, NoReturn, TextIO
 
-from elastic_mnist import pulse
 from elastic_mnist.errors import (
     EXIT_FAILURE,
     EXIT_STOPPED,
@@ -27,12 +26,13 @@ from elastic_mnist.errors import (
     UsageError,
     say,
 )
-from elastic_mnist.heap import keep_freed_memory
-from elastic_mnist.launch import MEMORY, PULSE, Place
-from elastic_mnist.lifeline import die_with_parent
-from elastic_mnist.pulse import heart
+from elastic_mnist.ipc import heartbeat
+from elastic_mnist.ipc.environment import MEMORY, PULSE, Place
+from elastic_mnist.ipc.heartbeat import heart
+from elastic_mnist.ipc.parent_death import die_with_parent
 from elastic_mnist.settings import Settings, parse
-from elastic_mnist.signals import StopRequests
+from elastic_mnist.worker.malloc import keep_freed_memory
+from elastic_mnist.worker.stop_requests import StopRequests
 
 _GRACE_SECONDS: Final = 1.0
 """An agent that sees the process that failed ends this one within that time. If this one ended by itself in the same
@@ -62,16 +62,16 @@ def main(arguments: "Sequence[str] | None" = None) -> None:
 
 def _train(settings: Settings, place: Place, requests: StopRequests, at_end: contextlib.ExitStack) -> int:
     """Train, and tell of what keeps it from its end; return the exit status."""
-    from elastic_mnist import events  # noqa: PLC0415 - a wrong option is told before anything heavy is imported
+    from elastic_mnist.telemetry import events  # noqa: PLC0415 - a wrong option is told before anything heavy is imported
 
     events.configure(
         settings.event_log_path, rank=place.rank, world_size=place.world_size, log_format=settings.log_format
     )
-    from elastic_mnist import life  # noqa: PLC0415 - the same
+    from elastic_mnist.worker import run  # noqa: PLC0415 - the same
 
     status = EXIT_FAILURE
     try:
-        life.run(settings, place, requests, at_end)
+        run.run(settings, place, requests, at_end)
     except AlreadyTold:
         return EXIT_USAGE
     except UsageError as error:
@@ -79,10 +79,10 @@ def _train(settings: Settings, place: Place, requests: StopRequests, at_end: con
         is_mistake = place.is_first_life and heart.step < 0
         is_known = is_mistake or isinstance(error, ToldByRank0)
         events.log.log(logging.DEBUG if is_known else logging.ERROR, "run.failed", reason=str(error))
-        life.refuse(place, str(error))
+        run.refuse(place, str(error))
         return EXIT_USAGE
     except Stopped:
-        pulse.stopped(place.pulse_path, by_others=requests.is_by_others)
+        heartbeat.stopped(place.pulse_path, by_others=requests.is_by_others)
         if requests.received is None:
             time.sleep(_GRACE_SECONDS)
         return EXIT_STOPPED
@@ -113,7 +113,7 @@ def _has_memory_that_is_filled() -> bool:
 
 def _tell_agent_of_stop(by_others: bool) -> None:
     """Let the agent know that this worker stops before it has anything to save."""
-    pulse.stopped(os.environ.get(PULSE), by_others=by_others)
+    heartbeat.stopped(os.environ.get(PULSE), by_others=by_others)
 
 
 def _leave_error_file(error: Exception) -> None:

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_mnist import model
-from elastic_mnist.gradients import ExactGradient, Problem, StepResult
-from elastic_mnist.heap import keep_freed_memory
-from elastic_mnist.lanes import Lanes
-from elastic_mnist.sampler import MicroBatch, Step, StepSampler
+from elastic_mnist.training import model
+from elastic_mnist.training.gradients import ExactGradient, Problem, StepResult
+from elastic_mnist.training.pool import Lanes
+from elastic_mnist.training.sampler import MicroBatch, Step, StepSampler
+from elastic_mnist.worker.malloc import keep_freed_memory
 
 MICRO_BATCH = 64
 

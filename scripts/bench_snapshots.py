@@ -32,17 +32,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from elastic_mnist import events
-from elastic_mnist.heap import keep_freed_memory
-from elastic_mnist.job import Job, build
-from elastic_mnist.launch import Place
-from elastic_mnist.life import agree_on_start
+from elastic_mnist.ipc.environment import Place
 from elastic_mnist.settings import Settings
-from elastic_mnist.signals import StopRequests
-from elastic_mnist.trainer import remaining_steps, set_learning_rate
+from elastic_mnist.telemetry import events
+from elastic_mnist.training.trainer import remaining_steps, set_learning_rate
+from elastic_mnist.worker.malloc import keep_freed_memory
+from elastic_mnist.worker.run import agree_on_start
+from elastic_mnist.worker.setup import Job, build
+from elastic_mnist.worker.stop_requests import StopRequests
 
 if TYPE_CHECKING:
-    from elastic_mnist.sampler import Step
+    from elastic_mnist.training.sampler import Step
 
 BLOCK = 10  # steps between two snapshots
 

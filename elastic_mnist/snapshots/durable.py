@@ -20,15 +20,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal, overload
 
 from elastic_mnist.errors import SnapshotError, StoreConflict, StoreError, TrainingError, UsageError
-from elastic_mnist.events import log
-from elastic_mnist.model import weights_sha256
-from elastic_mnist.sampler import Position
 from elastic_mnist.settings import local_path
-from elastic_mnist.snapshots import foreign
-from elastic_mnist.snapshots.contract import fingerprint
-from elastic_mnist.snapshots.foreign import ForeignFile
+from elastic_mnist.snapshots import importers
+from elastic_mnist.snapshots.importers import ForeignFile
+from elastic_mnist.snapshots.run_config import fingerprint
 from elastic_mnist.snapshots.state import State, checked, is_own, pack, position_of, read_plain, unpack
 from elastic_mnist.snapshots.storage import Storage, open_storage
+from elastic_mnist.telemetry.events import log
+from elastic_mnist.training.model import weights_sha256
+from elastic_mnist.training.sampler import Position
 
 _MANIFEST_NAME: Final = re.compile(r"step-(\d{8,})\.json")
 _DATA_NAME: Final = re.compile(r"step-(\d{8,})\.pt")
@@ -411,7 +411,7 @@ def _copy(path: str, data: bytes, *, allow_foreign: bool) -> Snapshot | ForeignF
     try:
         content = read_plain(data)
         if allow_foreign and not is_own(content):
-            return ForeignFile(path=path, size_bytes=len(data), foreign=foreign.of(content))
+            return ForeignFile(path=path, size_bytes=len(data), foreign=importers.of(content))
         return Snapshot(path=path, data=data, state=checked(content), manifest=None)
     except StoreError as error:
         raise StoreError(f"{path}: {error}") from error

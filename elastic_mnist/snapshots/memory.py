@@ -26,10 +26,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from elastic_mnist.events import log
-from elastic_mnist.sampler import Position
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.state import State, dump_plain, load_plain, map_tensors, position_of
+from elastic_mnist.telemetry.events import log
+from elastic_mnist.training.sampler import Position
 
 _MAGIC: Final = b"elastic_mnist.memory.1\n\n"
 _FILE_HEAD: Final = struct.Struct(f"<{len(_MAGIC)}sQ")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_mnist.errors import RecordError
-from elastic_mnist.snapshots.contract import Contract
+from elastic_mnist.snapshots.run_config import Contract
 from elastic_mnist.snapshots.storage import Storage
 
 NAME: Final = "run.json"

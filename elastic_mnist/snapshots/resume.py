@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from elastic_mnist.errors import SnapshotError, StoreError, ToldByRank0, UsageError
-from elastic_mnist.events import identify, log
-from elastic_mnist.sampler import Position, num_steps_per_epoch
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
-from elastic_mnist.snapshots.claim import Claim, Holder, is_late, refuse_if_in_use
-from elastic_mnist.snapshots.contract import Contract, accept, differences, resolve
 from elastic_mnist.snapshots.durable import DurableTier, Manifest, Snapshot, find
-from elastic_mnist.snapshots.foreign import ForeignFile
+from elastic_mnist.snapshots.importers import ForeignFile
+from elastic_mnist.snapshots.lease import Claim, Holder, is_late, refuse_if_in_use
 from elastic_mnist.snapshots.memory import Held
 from elastic_mnist.snapshots.record import ProgressMark, RunRecord
+from elastic_mnist.snapshots.run_config import Contract, accept, differences, resolve
 from elastic_mnist.snapshots.state import State, pack, position_of, unpack
 from elastic_mnist.snapshots.storage import Storage
+from elastic_mnist.telemetry.events import identify, log
+from elastic_mnist.training.sampler import Position, num_steps_per_epoch
 
 _ORDER: Final = ("dataset", "train_samples", "data_sha256", "seed")
 """The fields of the contract that the order of an epoch's samples hangs on."""

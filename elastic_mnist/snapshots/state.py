@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from elastic_mnist.errors import SnapshotError, StoreError
-from elastic_mnist.sampler import Position
+from elastic_mnist.training.sampler import Position
 
 FORMAT: Final = "elastic_mnist.snapshot"
 VERSION: Final = 1

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elastic_mnist.errors import StoreError, TrainingError, UsageError
-from elastic_mnist.events import log
+from elastic_mnist.telemetry.events import log
 
 _NUM_TRIES: Final = 4
 _FIRST_PAUSE_SECONDS: Final = 0.5

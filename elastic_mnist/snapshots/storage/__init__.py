@@ -9,8 +9,8 @@ import re
 from elastic_mnist.errors import StoreError
 from elastic_mnist.settings import local_path
 from elastic_mnist.snapshots.storage.base import Storage
+from elastic_mnist.snapshots.storage.fsspec_storage import ObjectStorage
 from elastic_mnist.snapshots.storage.local import LocalStorage
-from elastic_mnist.snapshots.storage.objects import ObjectStorage
 
 __all__ = ["LocalStorage", "ObjectStorage", "Storage", "open_storage"]
 

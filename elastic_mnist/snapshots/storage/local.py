@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from elastic_mnist.errors import StoreError
-from elastic_mnist.events import log
 from elastic_mnist.snapshots.storage.base import Storage
+from elastic_mnist.telemetry.events import log
 
 LOCK_SECONDS: Final = 10.0
 """How long a writer waits for another's `put_if`, which takes milliseconds: longer, and that one is stopped."""

@@ -19,9 +19,9 @@ import s3fs  # noqa: F401 - fsspec would import it late; where it is missing, th
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from elastic_mnist.errors import StoreError
-from elastic_mnist.events import log
 from elastic_mnist.snapshots.storage import s3_errors
-from elastic_mnist.snapshots.storage.objects import ObjectStorage
+from elastic_mnist.snapshots.storage.fsspec_storage import ObjectStorage
+from elastic_mnist.telemetry.events import log
 
 CONNECT_SECONDS: Final = 5.0
 

@@ -1,0 +1,1 @@
+"""What runs inside the torchrun agent, one process a node."""

@@ -1,0 +1,1 @@
+"""What an agent and its workers share: the environment, the heartbeat table, processes. Imports no torch."""

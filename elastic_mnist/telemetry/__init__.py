@@ -1,0 +1,1 @@
+"""What a job records: the event log and the sample log."""

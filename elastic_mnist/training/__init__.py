@@ -1,0 +1,1 @@
+"""The numerics: knows neither torchrun nor files."""

@@ -1,0 +1,1 @@
+"""What runs in a worker, one process of a generation."""

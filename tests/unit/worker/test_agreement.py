@@ -1,0 +1,170 @@
+"""How rank 0's decision reaches the other ranks, and what they check of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+import torch
+from places import Place
+from states import DATASET, small_state
+
+from elastic_mnist.errors import StoreError, UsageError
+from elastic_mnist.ipc import environment
+from elastic_mnist.settings import Settings
+from elastic_mnist.snapshots.durable import DurableTier
+from elastic_mnist.snapshots.resume import Start, check_same_settings, from_bytes, to_bytes
+from elastic_mnist.snapshots.run_config import asked
+from elastic_mnist.worker.run import agree_on_start
+
+if TYPE_CHECKING:
+    from elastic_mnist.worker.setup import Job
+
+
+def fresh(place: Place) -> Start:
+    """Start from nothing."""
+    return place.decide()
+
+
+def restarted(place: Place) -> Start:
+    """Start again with an unknown number of lost steps."""
+    place.decide()
+    return place.decide()
+
+
+def from_storage(place: Place) -> Start:
+    """Start from a snapshot."""
+    place.commit(5)
+    return place.decide()
+
+
+def from_file(place: Place) -> Start:
+    """Start from a snapshot elsewhere."""
+    other = Place(place.directory.parent / "other")
+    other.commit(5)
+    return place.decide(resume_from=str(other.directory))
+
+
+def finished(place: Place) -> Start:
+    """Find nothing left to do."""
+    place.commit(26, run_id=place.decide().record.run_id)
+    place.finish()
+    start = place.decide(epochs=2)
+    assert start.finished is not None
+    return start
+
+
+class OneMessage:
+    """The world of two ranks that are asked one after the other: rank 1 gets what rank 0 broadcast."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 2
+        self._message = b""
+
+    def gather(self, _name: str, text: str) -> list[str]:
+        """Return what rank 0 knows of itself; rank 1 has not spoken yet."""
+        return [text, ""] if self.rank == 0 else []
+
+    def broadcast(self, payload: bytes | None, *, source: int = 0) -> bytes:
+        """Keep rank 0's message, or return it."""
+        assert source == 0
+        self._message = self._message if payload is None else payload
+        return self._message
+
+
+def agreed(place: Place, *settings: Settings, devices: tuple[str, str] = ("cpu", "cpu")) -> list[Start]:
+    """Return what rank 0 and rank 1, each with settings and a kind of device of its own, know before their start."""
+    world, starts = OneMessage(), []
+    for rank in (0, 1):
+        world.rank = rank
+        job = SimpleNamespace(
+            settings=settings[rank],
+            dataset_facts=DATASET,
+            device=torch.device(devices[rank]),
+            world=world,
+            place=environment.Place(rank=rank, local_rank=rank, world_size=2, local_world_size=2),
+            storage=place.storage,
+            tier=DurableTier(place.storage),
+            mark_path=place.mark_path,
+        )
+        starts.append(agree_on_start(cast("Job", job)))
+    return starts
+
+
+STARTS = [fresh, restarted, from_storage, from_file, finished]
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_a_decision_arrives_as_it_was_made(kind: Callable[[Place], Start], tmp_path: Path) -> None:
+    """Every field of every kind of start comes back, the state's bytes too."""
+    start = kind(Place(tmp_path))
+    assert from_bytes(to_bytes(start)) == start
+
+
+def test_a_state_arrives_whole(tmp_path: Path) -> None:
+    """The receiver unpacks the state that rank 0 has."""
+    state = from_bytes(to_bytes(from_storage(Place(tmp_path)))).state()
+    assert state is not None
+    assert state["model"]["weight"].equal(small_state(5)["model"]["weight"])
+
+
+@pytest.mark.parametrize("error", [UsageError("one line"), StoreError("--snapshot_path ä: 403")])
+def test_an_error_of_rank_0_is_raised_at_every_rank(error: UsageError) -> None:
+    """The receiver raises a UsageError with the same text."""
+    with pytest.raises(UsageError) as caught:
+        from_bytes(to_bytes(error))
+    assert str(caught.value) == str(error)
+
+
+def test_the_same_settings_are_agreed_on(tmp_path: Path) -> None:
+    """A rank started with rank 0's options goes on, also where options that change no result differ."""
+    others = Settings(batch_size=8, threads=3, save_every=7, keep_last=9, log_format="json", hang_timeout=5.0)
+    first, second = agreed(Place(tmp_path), Settings(batch_size=8), others)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("field", "settings", "dataset"),
+    [
+        ("seed", Settings(batch_size=8, seed=1), DATASET),
+        ("batch_size", Settings(batch_size=9), DATASET),
+        ("global_batch_size", Settings(batch_size=8, global_batch_size=8), DATASET),
+        ("lr", Settings(batch_size=8, lr=0.5), DATASET),
+        ("precision", Settings(batch_size=8, precision="bf16"), DATASET),
+        ("epochs", Settings(batch_size=8, lr_schedule="cosine"), DATASET),
+        ("data_sha256", Settings(batch_size=8), {**DATASET, "sha256": "ab" * 32}),
+    ],
+)
+def test_other_settings_than_rank_0s_are_refused_by_name(
+    field: str, settings: Settings, dataset: dict[str, object], tmp_path: Path
+) -> None:
+    """The error is one line that names the field and says what to do."""
+    start = fresh(Place(tmp_path))
+    with pytest.raises(UsageError, match=f"[:;] {field} is .*; start all nodes with the same options$") as caught:
+        check_same_settings(start, asked(settings, dataset))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_smaller_side_of_a_difference_is_checked_too(tmp_path: Path) -> None:
+    """Where rank 0 has a cosine and this rank has none, the schedule is named."""
+    start = Place(tmp_path).decide(lr_schedule="cosine")
+    with pytest.raises(UsageError, match="lr_schedule is constant here and cosine at rank 0"):
+        check_same_settings(start, asked(Settings(batch_size=8), DATASET))
+
+
+@pytest.mark.parametrize(
+    ("field", "here"), [("epochs", Settings(batch_size=8, epochs=9)), ("test_samples", Settings(test_samples=9))]
+)
+def test_what_decides_on_the_collectives_must_be_the_same(field: str, here: Settings, tmp_path: Path) -> None:
+    """Part of no contract, another number of epochs or test samples at one node is refused by name all the same."""
+    wanted = getattr(Settings(batch_size=8), field)
+    with pytest.raises(UsageError, match=f"[:;] {field} is 9 here and {wanted} at rank 0; start all nodes with the"):
+        agreed(Place(tmp_path), Settings(batch_size=8), here)
+
+
+def test_another_kind_of_device_is_refused_by_name(tmp_path: Path) -> None:
+    """A node with CUDA and one without cannot meet in one all-reduce."""
+    both = Settings(batch_size=8)
+    with pytest.raises(UsageError, match="device is cuda here and cpu at rank 0"):
+        agreed(Place(tmp_path), both, both, devices=("cpu", "cuda"))
