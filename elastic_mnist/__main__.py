@@ -28,9 +28,9 @@ from elastic_mnist.errors import (
 )
 from elastic_mnist.ipc import heartbeat
 from elastic_mnist.ipc.environment import MEMORY, PULSE, Place
-from elastic_mnist.ipc.heartbeat import heart
 from elastic_mnist.ipc.parent_death import die_with_parent
 from elastic_mnist.settings import Settings, parse
+from elastic_mnist.worker.heartbeat import heart
 from elastic_mnist.worker.malloc import keep_freed_memory
 from elastic_mnist.worker.stop_requests import StopRequests
 

@@ -20,17 +20,12 @@ last, in the midst of the exception it ends with.
 """
 
 import contextlib
-import io
-import json
-import logging
 import os
 import signal
 import sys
 import uuid
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -40,14 +35,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousTimeoutError,
-    rendezvous_handler_registry,
 )
 
-from elastic_mnist.agent.store import meet
 from elastic_mnist.agent.store_watch import StoreWatch
-from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, UsageError, say
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, say
 from elastic_mnist.ipc import environment
 
 if TYPE_CHECKING:
@@ -57,11 +49,6 @@ if TYPE_CHECKING:
     from elastic_mnist.agent.workers import Node
     from elastic_mnist.settings import Settings
 
-MODULE: Final = "elastic_mnist"
-
-# A lost node is noticed after interval x attempts; torchrun's own 5 s x 3 was most of a recovery's time.
-# Five attempts, because a busy machine may well hold up one heartbeat.
-_DEFAULTS: Final = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 1}
 
 _STOPPED: Final = "stopped; the same command goes on from here"
 
@@ -79,9 +66,6 @@ _ENDS: Final[dict[type[Exception], str]] = {
 }
 """Ways in which a rendezvous ends for a node, and what can be done about it."""
 
-Creator = Callable[[RendezvousParameters], RendezvousHandler]
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
 
 class RendezvousOverError(RendezvousError):
     """The rendezvous is over for this node; one line for people."""
@@ -91,7 +75,7 @@ class _StoppedByOthers(Exception):  # noqa: N818 - what was asked for, and no er
     """The workers were asked to stop, and not by their agent: it does not start them again."""
 
 
-class _Ended(Exception):  # noqa: N818 - it may be a good end
+class AgentExit(Exception):  # noqa: N818 - it may be a good end
     """The agent ends with a status, and people have been told why.
 
     No SystemExit: at the interpreter's ordinary exit, a thread of torch in the middle of a call may abort the process.
@@ -102,59 +86,12 @@ class _Ended(Exception):  # noqa: N818 - it may be a good end
         self.status = status
 
 
-def install() -> Creator:
-    """Put the elastic rendezvous behind torchrun's backends `static` and `c10d`, for this package's jobs.
-
-    Returns:
-        The creator that torchrun registers under the entry point's own name, so that
-        `--rdzv_backend=elastic_mnist` asks for it openly.
-    """
-    if MODULE in sys.argv:
-        sys.excepthook = _end_in_one_line(sys.excepthook)
-    try:
-        creators = rendezvous_handler_registry._registry  # noqa: SLF001 - `register` refuses a second creator
-        for backend in ("static", "c10d"):
-            creators[backend] = _choose(creators[backend])
-    except (AttributeError, KeyError, TypeError):
-        if _launch() is not None:
-            say("this torch keeps its rendezvous backends elsewhere; use --rdzv_backend=elastic_mnist")
-    return _create
-
-
-def _end_in_one_line(otherwise: Hook) -> Hook:
-    """Return a hook that tells the ends of an agent that are nobody's bug in one line, without a traceback."""
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if StaticRendezvous.latest is not None and _is_stop(error):
-            status = StaticRendezvous.latest.stop(error)
-        elif isinstance(error, _Ended):
-            status = error.status
-        elif _launch() is not None and _is_taken(error):
-            say("error: the port is taken; choose another --master_port")
-            status = EXIT_USAGE
-        elif isinstance(error, RendezvousOverError):
-            say(f"error: {error}")
-            status = EXIT_FAILURE
-        elif _launch() is not None and isinstance(error, (DistNetworkError, DistStoreError)):
-            # While the agents agreed on their workers' ranks, where no handler of ours takes part.
-            say(f"error: the rendezvous {_end_of(error)}")
-            status = EXIT_FAILURE
-        else:
-            otherwise(kind, error, traceback)
-            return
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            sys.stdout.flush()  # what torchrun tees there
-        os._exit(status)
-
-    return hook
-
-
-def _end_of(error: BaseException) -> str:
+def end_of(error: BaseException) -> str:
     """Return how a rendezvous ended, and what can be done about it."""
     return next(text for kind, text in _ENDS.items() if isinstance(error, kind))
 
 
-def _is_stop(error: BaseException | None) -> bool:
+def is_stop(error: BaseException | None) -> bool:
     """Whether an agent ends because it was asked to stop, or all of its workers were."""
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415 - only at the end
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - the same
@@ -162,103 +99,6 @@ def _is_stop(error: BaseException | None) -> bool:
     if isinstance(error, ChildFailedError):
         return all(failure.exitcode == EXIT_STOPPED for failure in error.failures.values())
     return isinstance(error, (SignalException, _StoppedByOthers))
-
-
-def _is_taken(error: BaseException | None) -> bool:
-    """Whether an agent could not listen where the static rendezvous has it listen."""
-    return isinstance(error, DistNetworkError) and "EADDRINUSE" in str(error)
-
-
-def _choose(stock: Creator) -> Creator:
-    def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        arguments = _launch()
-        if arguments is None:
-            return stock(parameters)
-        if parameters.backend == "static" and parameters.min_nodes == parameters.max_nodes:
-            options = _check_before_start(arguments)
-            return StaticRendezvous(stock(parameters), parameters.backend, options)
-        return _create(parameters)
-
-    return create
-
-
-def _launch() -> Namespace | None:
-    """Return torchrun's arguments where they launch this package's module."""
-    if MODULE not in sys.argv:
-        return None
-    with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        from torch.distributed.run import parse_args  # noqa: PLC0415 - only a torchrun agent needs it
-
-        arguments: Namespace = parse_args(sys.argv[1:])
-        if arguments.module and arguments.training_script == MODULE:
-            return arguments
-    return None
-
-
-def _check_before_start(arguments: Namespace) -> "Settings":
-    """Return the workers' settings; end the agent with one line where they could not start.
-
-    This is also where a node's data is fetched: once a node, before anybody waits in a collective.
-    """
-    from elastic_mnist import data, settings  # noqa: PLC0415 - other torchrun jobs must not pay for it
-
-    _log_to_stderr()
-    try:
-        options = settings.parse(arguments.training_script_args)
-        data.ensure(options.dataset, options.data_dir)
-    except UsageError as error:
-        _end(str(error))
-    return options
-
-
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Build the elastic rendezvous that `parameters` describe, for this package's module or for another's."""
-    arguments = _launch()
-    options = None if arguments is None else _check_before_start(arguments)
-    from elastic_mnist.agent.last_call import build_handler  # noqa: PLC0415 - see there
-
-    # Each generation gets a bootstrap address of its own, published anew. With the shared one, torchrun's
-    # agents cache the first address, and a node that joins waits for it in vain.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    for key, value in _DEFAULTS.items():
-        parameters.config.setdefault(key, value)
-    try:
-        backend, store = meet(parameters)
-        if options is not None:
-            _check_same_job(store, parameters, options)
-    except UsageError as error:
-        _end(str(error))
-    location, watch = parameters.endpoint, None
-    if isinstance(store, TCPStore):
-        location = f"{store.host}:{store.port}"
-        seconds = parameters.get_as_int("read_timeout", 60)
-        assert seconds is not None
-        watch = StoreWatch(store, patience_seconds=float(seconds))
-    say(
-        f"elastic rendezvous at {location} for {parameters.min_nodes} to "
-        f"{parameters.max_nodes} nodes"
-        + (", in place of the static one, which waits for all" if parameters.backend == "static" else "")
-    )
-    handler, last_call = build_handler(store, backend, parameters)
-    return ElasticRendezvous(handler, parameters.backend, options, store, location, last_call=last_call, watch=watch)
-
-
-def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Settings") -> None:
-    """Raise `UsageError` where a job under other settings runs here already, before this one disturbs it.
-
-    The first agent leaves its settings in the rendezvous' store.
-    """
-    mine = options.shared()
-    text = json.dumps(mine)
-    theirs = json.loads(store.compare_set(f"elastic_mnist/{parameters.run_id}/settings", "", text))
-    changed = [name for name in mine if mine[name] != theirs.get(name)]
-    if changed:
-        texts = "; ".join(f"{name} is {mine[name]} here and {theirs.get(name)} there" for name in changed)
-        other = "--master_port" if isinstance(store, TCPStore) else "--rdzv_id"
-        raise UsageError(
-            f"{parameters.endpoint}: a job under other settings runs there: {texts}; start its nodes with the same "
-            f"options, or another job with another {other}"
-        )
 
 
 class StaticRendezvous(RendezvousHandler):
@@ -313,20 +153,20 @@ class StaticRendezvous(RendezvousHandler):
     def _end_if_refused(self) -> None:
         """End the agent where one of its workers has said that starting it again is of no use."""
         if self._node is not None and self._node.is_refused:
-            raise _Ended(EXIT_USAGE)
+            raise AgentExit(EXIT_USAGE)
 
     def shutdown(self) -> bool:
         """Close the rendezvous; the agent calls this last.
 
         Not where its workers were refused: the others' job is not over for a node that came with a mistake.
         """
-        is_stop, is_others_job = _is_stop(sys.exc_info()[1]), self._is_others_job()
+        was_stopped, is_others_job = is_stop(sys.exc_info()[1]), self._is_others_job()
         if self._node is not None:
             self._node.end()
-            if not is_stop:  # of a stop, there is more to say when all is over
+            if not was_stopped:  # of a stop, there is more to say when all is over
                 self._node.save(are_others_at_work=is_others_job)
         self._end_if_refused()
-        return is_stop or is_others_job or self._inner.shutdown()
+        return was_stopped or is_others_job or self._inner.shutdown()
 
     def stop(self, error: BaseException) -> int:
         """End as an agent that was asked to stop, and say how that went; return the exit status."""
@@ -413,7 +253,7 @@ class ElasticRendezvous(StaticRendezvous):
                 info = super()._join()
             except RendezvousGracefulExitError:  # torchrun would stumble over it
                 say(f"the job at {self._location} has ended, and had no need of this node")
-                raise _Ended(0) from None
+                raise AgentExit(0) from None
             # The round's store is a namespace of the agents alone; its first member names the workers'.
             key = "elastic_mnist/generation_key"
             if info.rank == 0:
@@ -458,18 +298,4 @@ class ElasticRendezvous(StaticRendezvous):
         try:
             yield
         except tuple(_ENDS) as error:
-            raise RendezvousOverError(f"the rendezvous at {self._location} {_end_of(error)}") from error
-
-
-def _end(message: str) -> NoReturn:
-    say(f"error: {message}")
-    raise SystemExit(EXIT_USAGE)
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("elastic_mnist: %(message)s"))
-    package = logging.getLogger(MODULE)
-    package.handlers = [handler]
-    package.setLevel(logging.INFO)
-    package.propagate = False
+            raise RendezvousOverError(f"the rendezvous at {self._location} {end_of(error)}") from error

@@ -14,7 +14,7 @@ import signal
 import threading
 from typing import Final, NoReturn
 
-from elastic_mnist.worker.stop_requests import SIGNALS
+from elastic_mnist.ipc.environment import SIGNALS
 
 _VARIABLE: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"

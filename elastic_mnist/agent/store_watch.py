@@ -20,7 +20,7 @@ from typing import Final
 
 from torch.distributed import TCPStore
 
-from elastic_mnist.ipc.heartbeat import Stillness
+from elastic_mnist.ipc.timers import Stillness
 
 _ASK_SECONDS: Final = 1.0
 _PART_SECONDS: Final = 2.0

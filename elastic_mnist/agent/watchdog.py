@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_mnist.ipc import heartbeat, processes
-from elastic_mnist.ipc.heartbeat import Sign, Stillness
+from elastic_mnist.ipc.heartbeat import Sign
+from elastic_mnist.ipc.timers import Stillness
 
 _POLL_SECONDS: Final = 0.25
 _OWN_SECONDS: Final = 2.0

@@ -188,7 +188,7 @@ def _difference(calm: Path, disturbed: Path) -> str | None:
     """Compare the newest snapshots of two places, bit by bit."""
     from elastic_mnist.cli import verify  # noqa: PLC0415
     from elastic_mnist.errors import SnapshotError  # noqa: PLC0415 - the same
-    from elastic_mnist.snapshots.durable import find  # noqa: PLC0415
+    from elastic_mnist.snapshots.lookup import find  # noqa: PLC0415
 
     with _silent():
         try:

@@ -13,8 +13,9 @@ from torch import Tensor
 from elastic_mnist.errors import SnapshotError, StoreConflict, UsageError
 from elastic_mnist.settings import local_path
 from elastic_mnist.snapshots import importers
-from elastic_mnist.snapshots.durable import Snapshot, find
+from elastic_mnist.snapshots.durable import Snapshot
 from elastic_mnist.snapshots.importers import ForeignFile
+from elastic_mnist.snapshots.lookup import find
 from elastic_mnist.snapshots.state import dump_plain
 from elastic_mnist.snapshots.storage import Storage, open_storage
 from elastic_mnist.training.model import weights_sha256

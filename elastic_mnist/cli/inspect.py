@@ -33,8 +33,10 @@ from typing import Any, Final
 from elastic_mnist.errors import EXIT_USAGE, SnapshotError, StoreError, UsageError
 from elastic_mnist.settings import local_path
 from elastic_mnist.snapshots import record as run_record
-from elastic_mnist.snapshots.durable import DurableTier, Manifest, Snapshot, find, locate
+from elastic_mnist.snapshots.durable import DurableTier, Snapshot
 from elastic_mnist.snapshots.importers import ForeignFile
+from elastic_mnist.snapshots.lookup import find, locate
+from elastic_mnist.snapshots.manifest import Manifest
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.storage import Storage
 from elastic_mnist.training.model import weights_sha256

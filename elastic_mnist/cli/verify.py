@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from elastic_mnist.errors import SnapshotError
-from elastic_mnist.snapshots.durable import find
+from elastic_mnist.snapshots.lookup import find
 from elastic_mnist.snapshots.state import State
 from elastic_mnist.training.model import weights_sha256
 

@@ -5,6 +5,7 @@ Imports nothing heavy: a worker knows its place before it imports torch. The age
 """
 
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -103,3 +104,6 @@ class Place:
                 f"LOCAL_WORLD_SIZE {place.local_world_size} do not fit; start with torchrun, or unset RANK"
             )
         return place
+
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

@@ -16,7 +16,7 @@ from elastic_mnist.errors import Fenced, RecordError, StoreConflict, UsageError
 from elastic_mnist.ipc import processes
 from elastic_mnist.ipc.environment import Place
 from elastic_mnist.snapshots import record as run_record
-from elastic_mnist.snapshots.durable import Manifest
+from elastic_mnist.snapshots.manifest import Manifest
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.storage import Storage
 from elastic_mnist.telemetry.events import log

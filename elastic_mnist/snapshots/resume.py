@@ -16,11 +16,14 @@ from typing import Any, Final, NoReturn
 from elastic_mnist.errors import SnapshotError, StoreError, ToldByRank0, UsageError
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
-from elastic_mnist.snapshots.durable import DurableTier, Manifest, Snapshot, find
+from elastic_mnist.snapshots.durable import DurableTier, Snapshot
 from elastic_mnist.snapshots.importers import ForeignFile
 from elastic_mnist.snapshots.lease import Claim, Holder, is_late, refuse_if_in_use
+from elastic_mnist.snapshots.lookup import find
+from elastic_mnist.snapshots.manifest import Manifest
 from elastic_mnist.snapshots.memory import Held
-from elastic_mnist.snapshots.record import ProgressMark, RunRecord
+from elastic_mnist.snapshots.progress import ProgressMark
+from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.run_config import Contract, accept, differences, resolve
 from elastic_mnist.snapshots.state import State, pack, position_of, unpack
 from elastic_mnist.snapshots.storage import Storage

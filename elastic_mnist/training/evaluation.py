@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 
 from elastic_mnist.errors import TrainingError
-from elastic_mnist.ipc.heartbeat import heart
 from elastic_mnist.training.fixed_point import loss_from_fixed, loss_to_fixed
 from elastic_mnist.training.gradients import AllReduce, autocast
 from elastic_mnist.training.model import ConvNet, normalise
 from elastic_mnist.training.pool import Lanes
 from elastic_mnist.training.sampler import share
+from elastic_mnist.worker.heartbeat import heart
 
 _CHUNK_SAMPLES: Final = 64
 

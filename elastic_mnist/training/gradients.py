@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
-from elastic_mnist.ipc.heartbeat import heart
 from elastic_mnist.training.fixed_point import (
     FixedPointSum,
     choose_exponent,
@@ -26,6 +25,7 @@ from elastic_mnist.training.fixed_point import (
 from elastic_mnist.training.model import normalise
 from elastic_mnist.training.pool import Lanes
 from elastic_mnist.training.sampler import MicroBatch, Step
+from elastic_mnist.worker.heartbeat import heart
 
 _NUM_EXTRAS: Final = 3  # integers that travel behind the gradient: loss, bad micro-batches, ranks that are to stop
 

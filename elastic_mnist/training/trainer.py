@@ -13,12 +13,13 @@ from typing import Final, NoReturn
 import torch
 
 from elastic_mnist.errors import Stopped, TrainingError
-from elastic_mnist.ipc.heartbeat import SAVING, heart
+from elastic_mnist.ipc.heartbeat import SAVING
 from elastic_mnist.settings import Settings
 from elastic_mnist.telemetry.events import log
 from elastic_mnist.training.evaluation import Evaluation
 from elastic_mnist.training.gradients import GradientSync, StepResult
 from elastic_mnist.training.sampler import Position, Step, StepSampler, num_steps_per_epoch
+from elastic_mnist.worker.heartbeat import heart
 
 _TELL_SECONDS: Final = 1.0
 

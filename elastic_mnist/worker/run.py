@@ -12,12 +12,12 @@ from dataclasses import replace
 from elastic_mnist.errors import AlreadyTold, Stopped, StoreError, UsageError, say
 from elastic_mnist.ipc import heartbeat
 from elastic_mnist.ipc.environment import Place
-from elastic_mnist.ipc.heartbeat import COMPUTING, FINISHING, heart
+from elastic_mnist.ipc.heartbeat import COMPUTING, FINISHING
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import memory, resume, run_config
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.lease import Holder
-from elastic_mnist.snapshots.record import ProgressMark
+from elastic_mnist.snapshots.progress import ProgressMark
 from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import State, pack
 from elastic_mnist.snapshots.writer import Write, with_retries
@@ -25,6 +25,7 @@ from elastic_mnist.telemetry import events
 from elastic_mnist.telemetry.events import log
 from elastic_mnist.training import determinism, model
 from elastic_mnist.training.trainer import Training, train
+from elastic_mnist.worker.heartbeat import heart
 from elastic_mnist.worker.setup import Job, build, num_lanes
 from elastic_mnist.worker.stop_requests import StopRequests
 

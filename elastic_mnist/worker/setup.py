@@ -16,11 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_mnist import data
 from elastic_mnist.errors import UsageError
 from elastic_mnist.ipc.environment import Place
-from elastic_mnist.ipc.heartbeat import heart
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.memory import MemoryTier
-from elastic_mnist.snapshots.record import ProgressMark
+from elastic_mnist.snapshots.progress import ProgressMark
 from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import State, detached, position_of
 from elastic_mnist.snapshots.storage import open_storage
@@ -34,6 +33,7 @@ from elastic_mnist.training.gradients import ExactGradient, GradientSync, Proble
 from elastic_mnist.training.pool import Lanes
 from elastic_mnist.training.sampler import Step
 from elastic_mnist.training.trainer import Progress, Training
+from elastic_mnist.worker.heartbeat import heart
 from elastic_mnist.worker.process_group import World, choose_device, guard
 from elastic_mnist.worker.stop_requests import StopRequests
 

@@ -22,8 +22,7 @@ from collections.abc import Callable
 from typing import Final
 
 from elastic_mnist.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_STOPPED
-
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+from elastic_mnist.ipc.environment import SIGNALS
 
 _GRACE_SECONDS: Final = 25.0
 """torchrun kills 30 s after its SIGTERM."""

@@ -246,7 +246,7 @@ def test_a_refused_node_ends_as_refused_also_beside_others(
         finally:
             handler.shutdown()
 
-    with pytest.raises(rendezvous._Ended if is_refused else ChildFailedError) as ended:
+    with pytest.raises(rendezvous.AgentExit if is_refused else ChildFailedError) as ended:
         end()
     assert getattr(ended.value, "status", None) == (2 if is_refused else None)
     assert saves == [{"are_others_at_work": True}]

@@ -24,6 +24,7 @@ from elastic_mnist.agent.workers import Node
 from elastic_mnist.cli import verify
 from elastic_mnist.errors import StoreConflict, StoreError, UsageError
 from elastic_mnist.ipc import environment, processes
+from elastic_mnist.ipc.environment import SIGNALS
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier
@@ -34,7 +35,6 @@ from elastic_mnist.snapshots.resume import MAX_STALLED, Offer
 from elastic_mnist.snapshots.storage import LocalStorage
 from elastic_mnist.telemetry import events
 from elastic_mnist.training.sampler import Position
-from elastic_mnist.worker.stop_requests import SIGNALS
 
 OPTIONS = (
     *SMALL,

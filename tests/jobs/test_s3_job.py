@@ -14,7 +14,7 @@ from s3_server import S3Server
 from tiers import Fault, Plan, undisturbed
 
 from elastic_mnist.cli import inspect as inspection
-from elastic_mnist.snapshots.durable import find
+from elastic_mnist.snapshots.lookup import find
 from elastic_mnist.training.model import weights_sha256
 
 pytestmark = pytest.mark.s3

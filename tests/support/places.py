@@ -12,7 +12,8 @@ from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots import resume
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.lease import Holder
-from elastic_mnist.snapshots.record import ProgressMark, RunRecord
+from elastic_mnist.snapshots.progress import ProgressMark
+from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.resume import Offer, Start
 from elastic_mnist.snapshots.run_config import asked
 from elastic_mnist.snapshots.storage import LocalStorage, Storage

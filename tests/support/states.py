@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from elastic_mnist.settings import Settings
-from elastic_mnist.snapshots.durable import DurableTier, Manifest
+from elastic_mnist.snapshots.durable import DurableTier
+from elastic_mnist.snapshots.manifest import Manifest
 from elastic_mnist.snapshots.run_config import asked, fingerprint, resolve
 from elastic_mnist.snapshots.state import State, pack
 from elastic_mnist.snapshots.storage import Storage

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from elastic_mnist.agent.watchdog import Warden
 from elastic_mnist.ipc import heartbeat, processes
-from elastic_mnist.ipc.heartbeat import Heart, Sign, Stillness
+from elastic_mnist.ipc.heartbeat import Sign
+from elastic_mnist.ipc.timers import Stillness
+from elastic_mnist.worker.heartbeat import Heart
 
 NUMBERS = st.integers(0, 2**63 - 1)
 
@@ -105,7 +107,8 @@ def test_phases_nest() -> None:
 
 BEAT = """
 import sys, time
-from elastic_mnist.ipc.heartbeat import COMPUTING, WAITING, heart
+from elastic_mnist.ipc.heartbeat import COMPUTING, WAITING
+from elastic_mnist.worker.heartbeat import heart
 heart.rank, heart.world_size, heart.generation, heart.run_id, heart.step = 1, 9, 2, "abc", 17
 heart.start(sys.argv[1], local_rank=1, hang_timeout=3600)
 with heart.phase(COMPUTING):

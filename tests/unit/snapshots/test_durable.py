@@ -17,7 +17,9 @@ from structlog.testing import capture_logs
 
 from elastic_mnist.cli import inspect
 from elastic_mnist.errors import SnapshotError, StoreError, UsageError
-from elastic_mnist.snapshots.durable import DurableTier, Manifest, Snapshot, find
+from elastic_mnist.snapshots.durable import DurableTier, Snapshot
+from elastic_mnist.snapshots.lookup import find
+from elastic_mnist.snapshots.manifest import Manifest
 from elastic_mnist.snapshots.state import FORMAT, VERSION, State, pack
 from elastic_mnist.snapshots.storage import LocalStorage, Storage, open_storage
 from elastic_mnist.training.sampler import Position

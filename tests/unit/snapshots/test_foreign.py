@@ -22,8 +22,9 @@ from states import commit, small_state
 from torch import Tensor, nn
 
 from elastic_mnist.errors import SnapshotError, UsageError
-from elastic_mnist.snapshots.durable import Snapshot, find
+from elastic_mnist.snapshots.durable import Snapshot
 from elastic_mnist.snapshots.importers import Foreign, ForeignFile, read
+from elastic_mnist.snapshots.lookup import find
 from elastic_mnist.snapshots.state import pack
 from elastic_mnist.snapshots.storage import LocalStorage, open_storage
 from elastic_mnist.training.model import build

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from places import Place
 
-from elastic_mnist.snapshots.record import ProgressMark
+from elastic_mnist.snapshots.progress import ProgressMark
 
 
 @pytest.fixture

@@ -28,12 +28,13 @@ from typing_extensions import Self
 from elastic_mnist.errors import PeerLost
 from elastic_mnist.ipc import heartbeat
 from elastic_mnist.ipc.environment import Place
-from elastic_mnist.ipc.heartbeat import WAITING, heart
+from elastic_mnist.ipc.heartbeat import WAITING
 from elastic_mnist.telemetry import events
 from elastic_mnist.training import model
 from elastic_mnist.training.evaluation import evaluate
 from elastic_mnist.training.pool import Lanes
-from elastic_mnist.worker import process_group
+from elastic_mnist.worker import rendezvous_store
+from elastic_mnist.worker.heartbeat import heart
 from elastic_mnist.worker.process_group import World
 
 if TYPE_CHECKING:
@@ -133,7 +134,9 @@ def hosted(store: dist.TCPStore) -> dict[str, Any]:
 def agree(place: Place, _say: Say) -> str:
     """Agree on a generation's key, and on nothing else."""
     timeout = timedelta(seconds=TIMEOUT)
-    return process_group._agree_on_key(process_group._connect(place, timeout), place.rank, place.world_size, timeout)
+    return rendezvous_store.agree_on_key(
+        rendezvous_store.connect(place, timeout), place.rank, place.world_size, timeout
+    )
 
 
 def meet(place: Place, _say: Say) -> int:

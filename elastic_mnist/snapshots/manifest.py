@@ -1,0 +1,112 @@
+"""The manifest of a durable snapshot: what is known of it without opening it."""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
+
+from elastic_mnist.errors import SnapshotError
+from elastic_mnist.training.sampler import Position
+
+MANIFEST_NAME: Final = re.compile(r"step-(\d{8,})\.json")
+
+
+DATA_NAME: Final = re.compile(r"step-(\d{8,})\.pt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What is known of a snapshot without opening it.
+
+    Attributes:
+        step, epoch, samples_in_epoch: what is finished; see `Position`.
+        size_bytes, sha256: of the data file.
+        weights_sha256: of the model's weights, as the event `run.finished` gives it.
+        settings_fingerprint: of the settings that the result hangs on.
+        run_id, generation: who wrote it.
+        created_at: seconds since the epoch of UTC.
+        test_accuracy: of the last evaluation before it; None before the first.
+        replaces: the one that was committed under the same name before; its data may be there still.
+    """
+
+    step: int
+    epoch: int
+    samples_in_epoch: int
+    size_bytes: int
+    sha256: str
+    weights_sha256: str
+    settings_fingerprint: str
+    run_id: str
+    generation: int
+    created_at: float
+    test_accuracy: float | None
+    replaces: "Manifest | None" = None
+
+    @property
+    def position(self) -> Position:
+        """What is finished."""
+        return Position(epoch=self.epoch, samples_in_epoch=self.samples_in_epoch, step=self.step)
+
+    @property
+    def data_name(self) -> str:
+        """The name of the data file."""
+        return data_name(self.step)
+
+    @property
+    def name(self) -> str:
+        """The name of the manifest itself."""
+        return f"step-{self.step:08d}.json"
+
+    def to_json(self) -> bytes:
+        """Serialise, with a digest of the content in `manifest_sha256`."""
+        content = self._to_plain()
+        return json.dumps({**content, "manifest_sha256": _digest_of(content)}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, name: str) -> "Manifest":
+        """Read a manifest that lies under `name`; raises `SnapshotError` unless every byte is as written."""
+        try:
+            content = json.loads(data)
+            digest = content.pop("manifest_sha256")
+            manifest = cls._from_plain(content)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise SnapshotError(f"manifest not readable: {type(error).__name__}: {error}") from None
+        # Byte for byte, so that no flipped bit can hide in white space or in a number's spelling.
+        if digest != _digest_of(content) or manifest.to_json() != data:
+            raise SnapshotError("manifest does not match its own SHA-256")
+        if manifest.name != name:
+            raise SnapshotError(f"manifest is that of step {manifest.step}")
+        return manifest
+
+    def _to_plain(self) -> dict[str, Any]:
+        """Return JSON-ready values; what is replaced only where there is such a one."""
+        content = asdict(self)
+        if content["replaces"] is None:
+            del content["replaces"]
+        else:
+            del content["replaces"]["replaces"]
+        return content
+
+    @classmethod
+    def _from_plain(cls, content: dict[str, Any]) -> "Manifest":
+        """Read what `_to_plain` returned; raises `KeyError` or `TypeError` for anything else."""
+        before = content.get("replaces")
+        facts = {field.name: content[field.name] for field in fields(cls) if field.name != "replaces"}
+        return cls(**facts, replaces=None if before is None else cls._from_plain(before))
+
+
+def is_same(there: Manifest, manifest: Manifest) -> bool:
+    """Whether two manifests are of one state, which this generation has written twice: its first try was not lost."""
+    return replace(there, size_bytes=manifest.size_bytes, sha256=manifest.sha256, created_at=manifest.created_at) == (
+        manifest
+    )
+
+
+def _digest_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def data_name(step: int) -> str:
+    """Return the name of a step's data file."""
+    return f"step-{step:08d}.pt"

@@ -1,0 +1,185 @@
+"""The signs of life that a worker writes; see `ipc.heartbeat` for their format."""
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from elastic_mnist.errors import EXIT_FAILURE
+from elastic_mnist.ipc import processes
+from elastic_mnist.ipc.heartbeat import (
+    COMPUTING,
+    ENDED,
+    NUM_SLOTS,
+    NUM_WAITING_BEGIN,
+    NUMBER,
+    PARTING,
+    SETTING_UP,
+    SETTING_UP_SECONDS,
+    SLOT,
+    SLOT_SIZE,
+    TABLE_SIZE,
+    WAITING,
+    Sign,
+)
+from elastic_mnist.ipc.timers import Stillness
+
+_BEAT_SECONDS: Final = 0.2
+
+
+_WHILE_STORES_MAY_BE_SLOW: Final = 1800.0
+"""Seconds that whatever is no computing may take: a data set to fetch, a network's file system that comes back."""
+
+
+class Heart:
+    """The signs of life of this process.
+
+    Its attributes are set by whoever knows them. Before `start` all of it has no effect.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.rank = -1
+        self.world_size = 0
+        self.generation = -1
+        self.run_id = ""
+        self.checks: list[Callable[[], None]] = []
+        """Called with each beat; none of them may wait for anything."""
+        self.tell: Callable[[str, str], None] = lambda _reason, _stack: None
+        self._hang_timeout = float("inf")
+        self._trainer = 0
+        self._pid = self._pid_started = 0
+        self._slot: memoryview | None = None
+        self._table: memoryview | None = None
+        self._stack_descriptor = -1
+        self._phase = SETTING_UP
+        self._num_done = 0
+        self._num_beats = 0
+        self._stillness = Stillness()
+        self._still: tuple[int, str, float] = (0, SETTING_UP, 0.0)
+
+    def start(self, path: str | None, *, local_rank: int, hang_timeout: float) -> None:
+        """Begin to beat.
+
+        Args:
+            path: leads to the agent's table; None for none.
+            local_rank: the slot there.
+            hang_timeout: seconds without progress after which this process ends itself.
+        """
+        self._hang_timeout = hang_timeout
+        self._pid, self._pid_started = os.getpid(), processes.started(os.getpid()) or 0
+        with contextlib.suppress(OSError, ValueError):
+            if path is not None and local_rank < NUM_SLOTS:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                self._table = memoryview(mmap.mmap(descriptor, TABLE_SIZE))
+                self._slot = self._table[local_rank * SLOT_SIZE :]
+                os.close(descriptor)
+                self._stack_descriptor = os.memfd_create("stack")
+                faulthandler.register(signal.SIGUSR2, file=self._stack_descriptor, all_threads=True)
+        self._trainer = threading.get_ident()
+        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+
+    @property
+    def num_nodes_waiting(self) -> int:
+        """How many nodes wait to join, as far as the agent has said."""
+        if self._table is None:
+            return 0
+        (number,) = NUMBER.unpack_from(self._table, NUM_WAITING_BEGIN)
+        return int(number)
+
+    def finished(self, step: int) -> None:
+        """Note that so many steps are finished, at once: the next instruction may be the last."""
+        self.step = step
+        self._write()
+
+    def end(self) -> None:
+        """Say that this process ends, in order or with a word of why."""
+        self._phase = ENDED
+        self._write()
+
+    def progress(self) -> None:
+        """Count something done. Called from any thread; a count that is lost between two of them does no harm."""
+        self._num_done += 1
+
+    @contextlib.contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """Say what this process does meanwhile."""
+        before, self._phase = self._phase, phase
+        self._num_done += 1
+        try:
+            yield
+        finally:
+            self._num_done += 1
+            self._phase = before
+
+    def patience(self, seconds: float) -> float:
+        """Return how long to wait for a sign of life: `seconds`, and longer while this process is being set up.
+
+        On a busy machine the imports alone, some of which hold the interpreter's lock, take many seconds.
+        """
+        return seconds if self.step >= 0 else max(seconds, SETTING_UP_SECONDS)
+
+    def waiting_seconds(self) -> float:
+        """Return for how long this process has waited for its peers; 0 where it does not."""
+        done, phase, seconds = self._still
+        return seconds if phase in (WAITING, PARTING) and (done, phase) == (self._num_done, self._phase) else 0.0
+
+    def _beat(self) -> None:
+        while True:
+            self._num_beats += 1
+            self._write()
+            done, phase = self._num_done, self._phase
+            self._still = (done, phase, self._stillness.seconds((done, phase)))
+            if phase not in (WAITING, PARTING):  # a peer may take as long as it lives
+                limit = self._hang_timeout if phase == COMPUTING else max(self._hang_timeout, _WHILE_STORES_MAY_BE_SLOW)
+                if self._still[2] > limit:
+                    self._end(phase, self._still[2])
+            for check in self.checks:
+                check()
+            time.sleep(_BEAT_SECONDS)
+
+    def _write(self) -> None:
+        if self._slot is not None:
+            self._slot[: SLOT.size] = self._sign().to_bytes()
+
+    def _sign(self) -> Sign:
+        return Sign(
+            pid=self._pid,
+            pid_started=self._pid_started,
+            num_beats=self._num_beats,
+            num_done=self._num_done,
+            step=self.step,
+            rank=self.rank,
+            world_size=self.world_size,
+            generation=self.generation,
+            stack_descriptor=self._stack_descriptor,
+            phase=self._phase,
+            run_id=self.run_id,
+        )
+
+    def _end(self, phase: str, seconds: float) -> None:
+        """Tell where the thread that trains and its lanes stand, and end the process."""
+        try:
+            frames = sys._current_frames()  # noqa: SLF001 - the documented way to other threads' stacks
+            stacks = [
+                f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+                for thread in threading.enumerate()
+                if thread.ident in frames and (thread.ident == self._trainer or thread.name.startswith("lane"))
+            ]
+            reason = f"no progress for {seconds:.0f} s while {phase}"
+            hint = "; raise --hang_timeout if a micro-batch takes that long" if phase == COMPUTING else ""
+            self.tell(reason + hint, "\n".join(stacks))
+        finally:
+            self.end()
+            os._exit(EXIT_FAILURE)
+
+
+heart: Final = Heart()
+"""One a process."""
