@@ -17,21 +17,21 @@ from elastic_mnist.errors import (
     EXIT_FAILURE,
     EXIT_STOPPED,
     EXIT_USAGE,
-    AlreadyTold,
+    AlreadyReported,
     Fenced,
     PeerLost,
+    ReportedByRank0,
     Stopped,
-    ToldByRank0,
     TrainingError,
     UsageError,
-    say,
+    print_message,
 )
 from elastic_mnist.ipc import heartbeat
-from elastic_mnist.ipc.environment import MEMORY, PULSE, Place
-from elastic_mnist.ipc.parent_death import die_with_parent
+from elastic_mnist.ipc.environment import MEMORY, PULSE, WorkerEnvironment
+from elastic_mnist.ipc.parent_death import set_parent_death_signal
 from elastic_mnist.settings import Settings, parse
-from elastic_mnist.worker.heartbeat import heart
-from elastic_mnist.worker.malloc import keep_freed_memory
+from elastic_mnist.worker.heartbeat import heartbeat_writer
+from elastic_mnist.worker.malloc import tune_malloc
 from elastic_mnist.worker.stop_requests import StopRequests
 
 _GRACE_SECONDS: Final = 1.0
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
 
 def main(arguments: "Sequence[str] | None" = None) -> None:
     """Run one worker; returns when the job is finished, else ends the process with its exit status."""
-    keep_freed_memory()
+    tune_malloc()
     requests = StopRequests(_has_memory_that_is_filled, _tell_agent_of_stop)
     try:
-        settings, place = parse(sys.argv[1:] if arguments is None else arguments), Place.from_environment()
+        settings, place = parse(sys.argv[1:] if arguments is None else arguments), WorkerEnvironment.from_environment()
     except UsageError as error:
-        say(f"error: {error}")
+        print_message(f"error: {error}")
         raise SystemExit(EXIT_USAGE) from None
     if place.endpoint is not None:
-        die_with_parent(place.agent_pid)
-    heart.start(place.pulse_path, local_rank=place.local_rank, hang_timeout=settings.hang_timeout)
+        set_parent_death_signal(place.agent_pid)
+    heartbeat_writer.start(place.pulse_path, local_rank=place.local_rank, hang_timeout=settings.hang_timeout)
     with contextlib.ExitStack() as at_end:
         status = _train(settings, place, requests, at_end)
     if status:
         _end(status)
 
 
-def _train(settings: Settings, place: Place, requests: StopRequests, at_end: contextlib.ExitStack) -> int:
+def _train(settings: Settings, place: WorkerEnvironment, requests: StopRequests, at_end: contextlib.ExitStack) -> int:
     """Train, and tell of what keeps it from its end; return the exit status."""
     from elastic_mnist.telemetry import events  # noqa: PLC0415 - a wrong option is told before anything heavy is imported
 
@@ -72,12 +72,12 @@ def _train(settings: Settings, place: Place, requests: StopRequests, at_end: con
     status = EXIT_FAILURE
     try:
         run.run(settings, place, requests, at_end)
-    except AlreadyTold:
+    except AlreadyReported:
         return EXIT_USAGE
     except UsageError as error:
         # Before a launch's first step, the one line is enough: the log may be another job's.
-        is_mistake = place.is_first_life and heart.step < 0
-        is_known = is_mistake or isinstance(error, ToldByRank0)
+        is_mistake = place.is_first_attempt and heartbeat_writer.step < 0
+        is_known = is_mistake or isinstance(error, ReportedByRank0)
         events.log.log(logging.DEBUG if is_known else logging.ERROR, "run.failed", reason=str(error))
         run.refuse(place, str(error))
         return EXIT_USAGE
@@ -130,7 +130,7 @@ def _end(status: int) -> NoReturn:
     Ordinary interpreter exit would wait for lanes in the middle of a micro-batch and for a process group whose peers
     are gone, and after a job's good end torch's threads abort it now and then.
     """
-    heart.end()
+    heartbeat_writer.end()
     streams: list[TextIO | None] = [sys.stdout, sys.stderr]
     for stream in streams:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more

@@ -61,11 +61,11 @@ class RecordError(StoreError):
     """The run's record can be read, and makes no sense."""
 
 
-class AlreadyTold(UsageError):  # noqa: N818 - what is left of an error
+class AlreadyReported(UsageError):  # noqa: N818 - what is left of an error
     """A usage error that people have been told of; what is left is to end with its status."""
 
 
-class ToldByRank0(UsageError):  # noqa: N818 - the same
+class ReportedByRank0(UsageError):  # noqa: N818 - the same
     """A usage error of rank 0, which has told the event log; people at this node's terminal have not been told."""
 
 
@@ -89,7 +89,7 @@ class Fenced(ElasticMnistError):  # noqa: N818 - the same
     """A newer generation has taken over; what this one would write must not be written."""
 
 
-def say(message: str) -> None:
+def print_message(message: str) -> None:
     """Say something to the person at the terminal, if there still is one: one line at standard error."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # it was closed at the start, or since
         sys.stderr.write(f"elastic_mnist: {message}\n")

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_mnist.training import model
-from elastic_mnist.training.gradients import ExactGradient, Problem, StepResult
-from elastic_mnist.training.pool import Lanes
+from elastic_mnist.training.gradients import ExactGradient, Objective, StepResult
+from elastic_mnist.training.pool import MicroBatchPool
 from elastic_mnist.training.sampler import MicroBatch, Step, StepSampler
-from elastic_mnist.worker.malloc import keep_freed_memory
+from elastic_mnist.worker.malloc import tune_malloc
 
 MICRO_BATCH = 64
 
@@ -65,7 +65,7 @@ class PlainGradient(ExactGradient):
         self._message = self._message.float()
         self._values = self._message[: len(self._values)]
         self.sums = [
-            PlainSum(self._values if lane == 0 else self._values.clone()) for lane in range(self._lanes.num_lanes)
+            PlainSum(self._values if lane == 0 else self._values.clone()) for lane in range(self._pool.num_threads)
         ]
 
     def __call__(self, step: Step, *, step_index: int) -> StepResult:
@@ -74,17 +74,17 @@ class PlainGradient(ExactGradient):
             total.clear()
 
         def compute(lane: int, micro_batch: MicroBatch) -> None:
-            loss = self._problem.loss(micro_batch, epoch=step.epoch, step_index=step_index)
+            loss = self._objective.loss(micro_batch, epoch=step.epoch, step_index=step_index)
             loss.item()  # which any trainer reports
             self.sums[lane].add(torch.autograd.grad(loss, self._parameters))
 
-        self._lanes.run(compute, step.micro_batches)
-        num_parts = self._lanes.num_lanes
+        self._pool.run(compute, step.micro_batches)
+        num_parts = self._pool.num_threads
         first, *others = [total.total.chunk(num_parts) for total in self.sums]
         for other in others:
-            self._lanes.run(lambda _lane, pair: pair[0].add_(pair[1]), zip(first, other, strict=True))
+            self._pool.run(lambda _lane, pair: pair[0].add_(pair[1]), zip(first, other, strict=True))
         self._all_reduce(self._message)
-        self._lanes.run(
+        self._pool.run(
             lambda _lane, pair: torch.mul(pair[0], 1.0 / step.num_samples, out=pair[1]),
             zip(first, self._gradient.chunk(num_parts), strict=True),
         )
@@ -97,18 +97,20 @@ class Variant:
     Both work on the same network, data and optimizer: where these happen to lie in memory is worth one percent.
     """
 
-    def __init__(self, kind: type[ExactGradient], problem: Problem, lanes: Lanes, step: Step, world_size: int) -> None:
+    def __init__(
+        self, kind: type[ExactGradient], objective: Objective, pool: MicroBatchPool, step: Step, world_size: int
+    ) -> None:
         self._world_size = world_size
         self._step = step
         self._gradient = kind(
-            problem, lanes, self._all_reduce, global_batch_size=step.num_samples, micro_batch_size=MICRO_BATCH
+            objective, pool, self._all_reduce, global_batch_size=step.num_samples, micro_batch_size=MICRO_BATCH
         )
         if isinstance(self._gradient, PlainGradient):
             for total in self._gradient.sums:
                 vars(total)["add"] = self._timed(total.add, lambda _pieces: 1)
         else:
             vars(self._gradient._sum)["add_all"] = self._timed(self._gradient._sum.add_all, len)
-        self._parameters = list(problem.model.parameters())
+        self._parameters = list(objective.model.parameters())
         self._grads = [parameter.grad for parameter in self._parameters]
         self.wall: list[float] = []
         self.cpu: list[float] = []
@@ -149,10 +151,10 @@ class Variant:
 
 def measure(num_steps: int, world_size: int, rank: int, results: Path) -> None:
     """Run both variants in turn; print what rank 0 saw, and add its ratios to the results."""
-    keep_freed_memory()
-    lanes = Lanes(max(1, len(os.sched_getaffinity(0)) // world_size))
+    tune_malloc()
+    pool = MicroBatchPool(max(1, len(os.sched_getaffinity(0)) // world_size))
     num_samples = 512 * world_size
-    problem = Problem(
+    objective = Objective(
         model=model.build(0),
         images=torch.randint(0, 256, (num_samples, 28, 28), dtype=torch.uint8),
         labels=torch.randint(0, 10, (num_samples,)),
@@ -169,8 +171,8 @@ def measure(num_steps: int, world_size: int, rank: int, results: Path) -> None:
         rank=rank,
         world_size=world_size,
     )
-    exact, plain = (Variant(kind, problem, lanes, step, world_size) for kind in (ExactGradient, PlainGradient))
-    optimizer = torch.optim.Adam(problem.model.parameters(), lr=1e-3)
+    exact, plain = (Variant(kind, objective, pool, step, world_size) for kind in (ExactGradient, PlainGradient))
+    optimizer = torch.optim.Adam(objective.model.parameters(), lr=1e-3)
     for index in range(num_steps + 2):
         if index == 2:
             exact.forget()
@@ -180,7 +182,9 @@ def measure(num_steps: int, world_size: int, rank: int, results: Path) -> None:
                 dist.barrier()  # a step begins together, or it would measure the other's rest
             variant.once(optimizer)
     if rank == 0:
-        print(f"world size {world_size}, {lanes.num_lanes} lanes, {num_steps} pairs of steps of {num_samples} samples")
+        print(
+            f"world size {world_size}, {pool.num_threads} threads, {num_steps} pairs of steps of {num_samples} samples"
+        )
         tell("exact", exact)
         tell("plain", plain)
         ratios = {"step": ratios_of(exact.wall, plain.wall), "CPU time": ratios_of(exact.cpu, plain.cpu)}

@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from elastic_mnist.ipc.environment import Place
+from elastic_mnist.ipc.environment import WorkerEnvironment
 from elastic_mnist.settings import Settings
 from elastic_mnist.telemetry import events
 from elastic_mnist.training.trainer import remaining_steps, set_learning_rate
-from elastic_mnist.worker.malloc import keep_freed_memory
+from elastic_mnist.worker.malloc import tune_malloc
 from elastic_mnist.worker.run import agree_on_start
 from elastic_mnist.worker.setup import Job, build
 from elastic_mnist.worker.stop_requests import StopRequests
@@ -70,8 +70,10 @@ class Bench:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
         # The agent would hold the memory; for the copy it is one whoever does.
         memory_path = f"/proc/{os.getpid()}/fd/{os.memfd_create('bench')}"
-        keep_freed_memory()
-        self._job = Job(settings, replace(Place.from_environment(), memory_path=memory_path), StopRequests())
+        tune_malloc()
+        self._job = Job(
+            settings, replace(WorkerEnvironment.from_environment(), memory_path=memory_path), StopRequests()
+        )
         start = agree_on_start(self._job)
         self.training, self._network = build(self._job, start, None)
         self._directory = directory

@@ -13,14 +13,14 @@ import time
 from enum import Enum
 from typing import Final
 
-from elastic_mnist.errors import Fenced, StoreConflict, UsageError, say
+from elastic_mnist.errors import Fenced, StoreConflict, UsageError, print_message
 from elastic_mnist.ipc import processes
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import memory
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier, Snapshot
-from elastic_mnist.snapshots.lease import Claim, is_held_by, is_seen_dead
-from elastic_mnist.snapshots.memory import Held
+from elastic_mnist.snapshots.lease import Lease, is_held_by, is_seen_dead
+from elastic_mnist.snapshots.memory import MemorySnapshot
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.state import position_of
 from elastic_mnist.snapshots.storage import open_storage
@@ -78,7 +78,7 @@ def rescue(memory_path: str, settings: Settings, *, reason: str | None, stands_i
     for outcome in outcomes:
         return outcome
     why = str(errors[0]) if errors else f"not within {_RESCUE_SECONDS:.0f} s"
-    say(f"warning: what the node's memory holds cannot be saved: {why}")
+    print_message(f"warning: what the node's memory holds cannot be saved: {why}")
     return Outcome.LOST
 
 
@@ -124,7 +124,7 @@ def save_held(
     look = tier if is_own else DurableTier(storage, read_only=True)
     patience = 0.0 if is_holder or is_dead else holder_seconds
     try:
-        saved_by_others = _save(held, look, tier, Claim(storage, record, None), patience)
+        saved_by_others = _save(held, look, tier, Lease(storage, record, None), patience)
     except Fenced:
         return Outcome.SAFE
     position, path = held.position, tier.path(held.position.step)
@@ -135,7 +135,7 @@ def save_held(
     return Outcome.SAFE
 
 
-def _save(held: Held, look: DurableTier, tier: DurableTier, claim: Claim, patience: float) -> Snapshot | None:
+def _save(held: MemorySnapshot, look: DurableTier, tier: DurableTier, claim: Lease, patience: float) -> Snapshot | None:
     """Save what is held; return the snapshot that has it already, or has more, where there is one.
 
     Args:

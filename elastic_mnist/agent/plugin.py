@@ -24,7 +24,7 @@ from elastic_mnist.agent.rendezvous import (
 )
 from elastic_mnist.agent.store import meet
 from elastic_mnist.agent.store_watch import StoreWatch
-from elastic_mnist.errors import EXIT_FAILURE, EXIT_USAGE, UsageError, say
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_USAGE, UsageError, print_message
 
 if TYPE_CHECKING:
     from elastic_mnist.settings import Settings
@@ -59,7 +59,7 @@ def install() -> Creator:
             creators[backend] = _choose(creators[backend])
     except (AttributeError, KeyError, TypeError):
         if _launch() is not None:
-            say("this torch keeps its rendezvous backends elsewhere; use --rdzv_backend=elastic_mnist")
+            print_message("this torch keeps its rendezvous backends elsewhere; use --rdzv_backend=elastic_mnist")
     return _create
 
 
@@ -72,14 +72,14 @@ def _end_in_one_line(otherwise: Hook) -> Hook:
         elif isinstance(error, AgentExit):
             status = error.status
         elif _launch() is not None and _is_taken(error):
-            say("error: the port is taken; choose another --master_port")
+            print_message("error: the port is taken; choose another --master_port")
             status = EXIT_USAGE
         elif isinstance(error, RendezvousOverError):
-            say(f"error: {error}")
+            print_message(f"error: {error}")
             status = EXIT_FAILURE
         elif _launch() is not None and isinstance(error, (DistNetworkError, DistStoreError)):
             # While the agents agreed on their workers' ranks, where no handler of ours takes part.
-            say(f"error: the rendezvous {end_of(error)}")
+            print_message(f"error: the rendezvous {end_of(error)}")
             status = EXIT_FAILURE
         else:
             otherwise(kind, error, traceback)
@@ -161,7 +161,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         seconds = parameters.get_as_int("read_timeout", 60)
         assert seconds is not None
         watch = StoreWatch(store, patience_seconds=float(seconds))
-    say(
+    print_message(
         f"elastic rendezvous at {location} for {parameters.min_nodes} to "
         f"{parameters.max_nodes} nodes"
         + (", in place of the static one, which waits for all" if parameters.backend == "static" else "")
@@ -189,7 +189,7 @@ def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Se
 
 
 def _end(message: str) -> NoReturn:
-    say(f"error: {message}")
+    print_message(f"error: {message}")
     raise SystemExit(EXIT_USAGE)
 
 

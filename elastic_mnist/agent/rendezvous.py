@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_mnist.agent.store_watch import StoreWatch
-from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, say
+from elastic_mnist.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, print_message
 from elastic_mnist.ipc import environment
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class StaticRendezvous(RendezvousHandler):
         sign = getattr(error, "sigval", None)
         reason = "the workers were stopped" if sign is None else signal.Signals(sign).name
         is_saved = self._node is None or self._node.stop(reason)
-        say(_STOPPED if is_saved else "error: stopped, and what came after the newest snapshot is not saved")
+        print_message(_STOPPED if is_saved else "error: stopped, and what came after the newest snapshot is not saved")
         return EXIT_STOPPED if is_saved else EXIT_FAILURE
 
     def _is_others_job(self) -> bool:
@@ -252,18 +252,18 @@ class ElasticRendezvous(StaticRendezvous):
             try:
                 info = super()._join()
             except RendezvousGracefulExitError:  # torchrun would stumble over it
-                say(f"the job at {self._location} has ended, and had no need of this node")
+                print_message(f"the job at {self._location} has ended, and had no need of this node")
                 raise AgentExit(0) from None
             # The round's store is a namespace of the agents alone; its first member names the workers'.
             key = "elastic_mnist/generation_key"
             if info.rank == 0:
                 info.store.set(key, uuid.uuid4().hex)
             os.environ[environment.GENERATION_KEY] = info.store.get(key).decode()
-        os.environ[environment.SENIORITY] = str(self._num_rounds)
+        os.environ[environment.ROUNDS_JOINED] = str(self._num_rounds)
         # Once, or its terminal would stay silent, and look like a job of its own. Which of the nodes has the worker of
         # rank 0 is not for the agents to know.
         if info.world_size > 1 and self._num_rounds == 0:
-            say(
+            print_message(
                 f"one of {info.world_size} nodes in the job at {self._location}; the one with rank 0 tells of the "
                 f"training. For a job of its own, choose another --master_port"
             )

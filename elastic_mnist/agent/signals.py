@@ -14,7 +14,7 @@ import signal
 import threading
 from typing import Final, NoReturn
 
-from elastic_mnist.ipc.environment import SIGNALS
+from elastic_mnist.ipc.environment import STOP_SIGNALS
 
 _VARIABLE: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -38,9 +38,9 @@ class AgentSignals:
         self._overdue: threading.Timer | None = None
         asked = {name.strip() for name in os.environ.get(_VARIABLE, _DEFAULT).split(",")}
         ignored = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
-        ours = {number.name for number in SIGNALS}
+        ours = {number.name for number in STOP_SIGNALS}
         self._numbers = [
-            number for number in SIGNALS if number.name in {*asked, "SIGUSR1"} and number.name not in ignored
+            number for number in STOP_SIGNALS if number.name in {*asked, "SIGUSR1"} and number.name not in ignored
         ]
         # torchrun complains of an empty list; SIGQUIT is on its own.
         os.environ[_VARIABLE] = ",".join(sorted(asked - ours - ignored)) or "SIGQUIT"

@@ -20,7 +20,7 @@ from typing import Final
 
 from torch.distributed import TCPStore
 
-from elastic_mnist.ipc.timers import Stillness
+from elastic_mnist.ipc.timers import StallTimer
 
 _ASK_SECONDS: Final = 1.0
 _PART_SECONDS: Final = 2.0
@@ -65,7 +65,7 @@ class StoreWatch:
             self._num_questions += 1
 
     def _watch(self) -> None:
-        stillness = Stillness()
+        stillness = StallTimer()
         while not self._is_over.wait(_ASK_SECONDS):
             if stillness.seconds(self._num_questions) >= self._patience_seconds:
                 hang_up(self._port)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_mnist.ipc import heartbeat, processes
-from elastic_mnist.ipc.heartbeat import Sign
-from elastic_mnist.ipc.timers import Stillness
+from elastic_mnist.ipc.heartbeat import HeartbeatRecord
+from elastic_mnist.ipc.timers import StallTimer
 
 _POLL_SECONDS: Final = 0.25
 _OWN_SECONDS: Final = 2.0
@@ -26,7 +26,7 @@ _CLOSE_SECONDS: Final = 5.0
 _STACK_BYTES: Final = 8192
 
 
-class Warden:
+class Watchdog:
     """Watches the workers that write to one table, until it is closed.
 
     Args:
@@ -40,9 +40,9 @@ class Warden:
         self._descriptor = os.memfd_create("elastic_mnist.ipc.heartbeat")
         os.ftruncate(self._descriptor, heartbeat.TABLE_SIZE)
         self._patience_at_birth = max(hang_timeout, heartbeat.SETTING_UP_SECONDS)
-        self._beats: dict[int, Stillness] = {}
-        self._unborn: dict[int, Stillness] = {}
-        self._done: dict[int, Stillness] = {}
+        self._beats: dict[int, StallTimer] = {}
+        self._unborn: dict[int, StallTimer] = {}
+        self._done: dict[int, StallTimer] = {}
         self._lock = threading.Lock()
         self._lost: dict[int, int] = {}  # told already: process id and beginning
         self._is_over = threading.Event()
@@ -108,9 +108,9 @@ class Warden:
                 # Whatever it was: those who watch must not be the first to fall asleep.
                 logging.getLogger(__name__).exception("warden.failed")
 
-    def _look(self, sign: Sign) -> None:
-        beats = self._beats.setdefault(sign.pid, Stillness()).seconds((sign.pid_started, sign.num_beats))
-        done = self._done.setdefault(sign.pid, Stillness()).seconds((sign.pid_started, sign.num_done, sign.phase))
+    def _look(self, sign: HeartbeatRecord) -> None:
+        beats = self._beats.setdefault(sign.pid, StallTimer()).seconds((sign.pid_started, sign.num_beats))
+        done = self._done.setdefault(sign.pid, StallTimer()).seconds((sign.pid_started, sign.num_done, sign.phase))
         limit = self._hang_timeout if sign.step >= 0 else self._patience_at_birth
         if beats > limit:
             self._end(sign, f"no sign of life for {beats:.0f} s")
@@ -122,7 +122,7 @@ class Warden:
         for pid in processes.children():
             if pid in known or processes.condition(pid) != "stopped":
                 self._unborn.pop(pid, None)
-            elif self._unborn.setdefault(pid, Stillness()).seconds(pid) > self._patience_at_birth:
+            elif self._unborn.setdefault(pid, StallTimer()).seconds(pid) > self._patience_at_birth:
                 self._unborn.pop(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -130,7 +130,7 @@ class Warden:
                 nobody = dict.fromkeys(("run_id", "generation", "rank", "world_size"))
                 self._tell({"level": "error", "event": "worker.hung", **nobody, "reason": reason, "pid": pid})
 
-    def _end(self, sign: Sign, reason: str) -> None:
+    def _end(self, sign: HeartbeatRecord, reason: str) -> None:
         condition = processes.condition(sign.pid)
         self._lost[sign.pid] = sign.pid_started  # before it is killed: it does not die without a word
         try:
@@ -159,7 +159,7 @@ class Warden:
         events.append(self._event_log, event)
 
 
-def _whose(sign: Sign) -> dict[str, Any]:
+def _whose(sign: HeartbeatRecord) -> dict[str, Any]:
     """Return the keys by which an event says whose it is."""
     return {
         "run_id": sign.run_id or None,
@@ -169,7 +169,7 @@ def _whose(sign: Sign) -> dict[str, Any]:
     }
 
 
-def _stack_of(sign: Sign) -> str | None:
+def _stack_of(sign: HeartbeatRecord) -> str | None:
     """Return the stack of a worker that can still answer a signal."""
     if sign.stack_descriptor < 0 or processes.condition(sign.pid) == "stopped":
         return None

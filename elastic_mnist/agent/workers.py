@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 from elastic_mnist.agent.signals import AgentSignals
-from elastic_mnist.agent.watchdog import Warden
+from elastic_mnist.agent.watchdog import Watchdog
 from elastic_mnist.ipc import environment
 from elastic_mnist.settings import Settings
 
@@ -33,10 +33,10 @@ class Node:
         self._settings = settings
         self._signals = AgentSignals()
         self._memory_path: str | None = None
-        self._warden: Warden | None = None
+        self._warden: Watchdog | None = None
         if hasattr(os, "memfd_create"):
             self._memory_path = f"/proc/{os.getpid()}/fd/{os.memfd_create('elastic_mnist')}"
-            self._warden = Warden(hang_timeout=settings.hang_timeout, event_log=settings.event_log_path)
+            self._warden = Watchdog(hang_timeout=settings.hang_timeout, event_log=settings.event_log_path)
             os.environ[environment.MEMORY] = self._memory_path
             os.environ[environment.PULSE] = self._warden.path
 

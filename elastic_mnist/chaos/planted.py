@@ -120,11 +120,11 @@ def _poison(faults: Sequence[Fault], marks: Marks) -> None:
     poisoned = {fault.step: index for index, fault in enumerate(faults) if KINDS[fault.kind].is_of_data}
     if not poisoned:
         return
-    from elastic_mnist.training.gradients import Problem  # noqa: PLC0415 - only some plans need it
+    from elastic_mnist.training.gradients import Objective  # noqa: PLC0415 - only some plans need it
 
-    compute = Problem.loss
+    compute = Objective.loss
 
-    def loss(self: Problem, micro_batch: Any, *, epoch: int, step_index: int) -> Any:  # noqa: ANN401 - as it was
+    def loss(self: Objective, micro_batch: Any, *, epoch: int, step_index: int) -> Any:  # noqa: ANN401 - as it was
         value = compute(self, micro_batch, epoch=epoch, step_index=step_index)
         if micro_batch.index > 0 or step_index not in poisoned:
             return value
@@ -132,7 +132,7 @@ def _poison(faults: Sequence[Fault], marks: Marks) -> None:
         marks.make(index, faults[index].ranks[0], step=step_index, **_generation())
         return value * float("nan")
 
-    Problem.loss = loss  # type: ignore[method-assign]
+    Objective.loss = loss  # type: ignore[method-assign]
 
 
 def _fire(index: int, fault: Fault, training: Any, marks: Marks) -> None:  # noqa: ANN401 - the same

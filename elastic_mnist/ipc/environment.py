@@ -21,7 +21,7 @@ GENERATION_KEY: Final = "ELASTIC_MNIST_GENERATION_KEY"
 AGENT_PID: Final = "ELASTIC_MNIST_AGENT_PID"
 """The process id, on this host, of the agent that started this worker."""
 
-SENIORITY: Final = "ELASTIC_MNIST_SENIORITY"
+ROUNDS_JOINED: Final = "ELASTIC_MNIST_SENIORITY"
 """Number of generations that the agent was part of before this one."""
 
 JOB_ID: Final = "ELASTIC_MNIST_JOB_ID"
@@ -35,7 +35,7 @@ PULSE: Final = "ELASTIC_MNIST_PULSE"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class WorkerEnvironment:
     """This process's place among the workers, as the launcher set it in the environment.
 
     Attributes:
@@ -58,19 +58,19 @@ class Place:
     is_hosted: bool = False
     generation_key: str | None = None
     agent_pid: int | None = None
-    seniority: int = 0
+    rounds_joined: int = 0
     restart_count: int = 0
     job_id: str | None = None
     memory_path: str | None = None
     pulse_path: str | None = None
 
     @property
-    def is_first_life(self) -> bool:
+    def is_first_attempt(self) -> bool:
         """Whether this node's workers have not been started before in this launch."""
-        return self.seniority == self.restart_count == 0
+        return self.rounds_joined == self.restart_count == 0
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place":
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "WorkerEnvironment":
         """Read torchrun's variables and those of the plug-in; without any, the process is on its own."""
         if "RANK" not in environment:
             return cls()
@@ -88,7 +88,7 @@ class Place:
                 is_hosted=shared is not None or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 generation_key=environment.get(GENERATION_KEY),
                 agent_pid=int(environment[AGENT_PID]) if AGENT_PID in environment else None,
-                seniority=int(environment.get(SENIORITY, "0")),
+                rounds_joined=int(environment.get(ROUNDS_JOINED, "0")),
                 restart_count=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 job_id=environment.get(JOB_ID),
                 memory_path=environment.get(MEMORY),
@@ -106,4 +106,4 @@ class Place:
         return place
 
 
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

@@ -32,7 +32,7 @@ SETTING_UP: Final = "setting up"
 COMPUTING: Final = "computing"
 WAITING: Final = "waiting for peers"
 SAVING: Final = "saving"
-PARTING: Final = "waiting for rank 0 to save"
+EXIT_BARRIER: Final = "waiting for rank 0 to save"
 FINISHING: Final = "finishing"
 ENDED: Final = "ended"
 """In order, or with a word of why: nobody else has to tell of it."""
@@ -41,7 +41,7 @@ SETTING_UP_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sign:
+class HeartbeatRecord:
     """What a worker has written of itself.
 
     Attributes:
@@ -71,18 +71,18 @@ class Sign:
         return SLOT.pack(*numbers, phase.encode(), run_id.encode())
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Sign":
+    def from_bytes(cls, data: bytes) -> "HeartbeatRecord":
         """Read a slot."""
         *numbers, phase, run_id = SLOT.unpack(data)
         texts = (text.rstrip(b"\0").decode(errors="replace") for text in (phase, run_id))
         return cls(**dict(zip(cls.__dataclass_fields__, (*numbers, *texts), strict=True)))
 
 
-def read(descriptor: int) -> list[Sign]:
+def read(descriptor: int) -> list[HeartbeatRecord]:
     """Return the signs of all workers that have ever written one to an agent's table."""
     data = os.pread(descriptor, TABLE_SIZE, 0)
     begins = (begin for begin in range(0, NUM_WAITING_BEGIN, SLOT_SIZE) if any(data[begin : begin + 8]))  # its pid
-    return [Sign.from_bytes(data[begin : begin + SLOT.size]) for begin in begins]
+    return [HeartbeatRecord.from_bytes(data[begin : begin + SLOT.size]) for begin in begins]
 
 
 def announce(descriptor: int, num_nodes_waiting: int) -> None:

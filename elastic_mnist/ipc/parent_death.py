@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _POLL_SECONDS: Final = 0.5
 
 
-def die_with_parent(agent_pid: int | None = None) -> None:
+def set_parent_death_signal(agent_pid: int | None = None) -> None:
     """Have this process killed when its parent dies, however that comes about.
 
     On Linux the kernel does it; elsewhere a thread asks twice a second.
@@ -59,7 +59,7 @@ def _poll(parent: int) -> None:
 
 if __name__ == "__main__":
     starter, *command = sys.argv[1:]
-    die_with_parent(int(starter))
+    set_parent_death_signal(int(starter))
     try:
         os.execv(command[0], command)  # noqa: S606 - no shell is wanted
     except OSError as error:

@@ -7,7 +7,7 @@ _GAP_SECONDS: Final = 2.0
 """Whoever was not run for so long, because the machine or the process was stopped, knows nothing of the others."""
 
 
-class Stillness:
+class StallTimer:
     """For how long something has not changed, as far as this process can tell.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_mnist.errors import Fenced, RecordError, StoreConflict, UsageError
 from elastic_mnist.ipc import processes
-from elastic_mnist.ipc.environment import Place
+from elastic_mnist.ipc.environment import WorkerEnvironment
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.manifest import Manifest
 from elastic_mnist.snapshots.record import RunRecord
@@ -23,7 +23,7 @@ from elastic_mnist.telemetry.events import log
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class LeaseHolder:
     """Who has a claim.
 
     Attributes:
@@ -38,7 +38,7 @@ class Holder:
     pid_started: int | None
 
     @classmethod
-    def of(cls, place: Place) -> "Holder":
+    def of(cls, place: WorkerEnvironment) -> "LeaseHolder":
         """Return this process's launch."""
         pid = place.agent_pid or (os.getpid() if place.endpoint is None else os.getppid())
         host, started = processes.host(), processes.started(pid)
@@ -75,7 +75,7 @@ def is_seen_dead(holder: dict[str, Any]) -> bool:
     return holder.get("host") == processes.host() and not is_alive(holder)
 
 
-def refuse_if_in_use(recorded: RunRecord, holder: Holder, where: str) -> None:
+def refuse_if_in_use(recorded: RunRecord, holder: LeaseHolder, where: str) -> None:
     """Raise `UsageError` where another launch is at work on a run."""
     if recorded.is_finished or recorded.holder.get("job_id") == holder.job_id or not is_alive(recorded.holder):
         return
@@ -99,7 +99,7 @@ def is_late(manifest: Manifest, recorded: RunRecord | None) -> bool:
     )
 
 
-class Claim:
+class Lease:
     """The claim of one generation on a place of snapshots.
 
     Args:

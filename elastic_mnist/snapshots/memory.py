@@ -44,7 +44,7 @@ _ALIGNMENT: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class MemorySnapshot:
     """What the memory of a node holds: a state, and the record of the run that it is of."""
 
     record: RunRecord
@@ -134,7 +134,7 @@ class MemoryTier:
             self._descriptor = None
 
 
-def read(path: str) -> Held | None:
+def read(path: str) -> MemorySnapshot | None:
     """Return the newest state in the memory that an agent holds; None where there is none."""
     found = _buffers(path)
     if not found:
@@ -151,7 +151,7 @@ def read(path: str) -> Held | None:
         return filled
 
     state = map_tensors(content["state"], fill)
-    return Held(record=RunRecord.from_plain(content["record"]), state=state)
+    return MemorySnapshot(record=RunRecord.from_plain(content["record"]), state=state)
 
 
 def _buffers(path: str) -> list[tuple[int, bytes, bytearray]]:

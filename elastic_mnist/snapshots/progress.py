@@ -7,7 +7,7 @@ from pathlib import Path
 from elastic_mnist.snapshots.record import RunRecord
 
 
-class ProgressMark:
+class ProgressFile:
     """How far a generation came: the number of finished steps, in a local file.
 
     Args:

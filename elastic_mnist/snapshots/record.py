@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
 
 from elastic_mnist.errors import RecordError
-from elastic_mnist.snapshots.run_config import Contract
+from elastic_mnist.snapshots.run_config import RunConfig
 from elastic_mnist.snapshots.storage import Storage
 
 NAME: Final = "run.json"
@@ -46,7 +46,7 @@ class RunRecord:
         is_finished: whether the end of the run has been told.
         contract: the settings its result hangs on.
         resumed_from: the snapshot elsewhere that it began from; None for a fresh start.
-        holder: which processes claimed it, as `claim.Holder` describes them.
+        holder: which processes claimed it, as `claim.LeaseHolder` describes them.
         reached: number of steps that the newest generation whose end is known had finished then.
         num_stalled: generations in a row, of the same launch, that ended at the step where the one before had.
         began_at: number of steps that were finished when this generation began; None in the record of an older program.
@@ -57,7 +57,7 @@ class RunRecord:
     started_at: float
     num_lost_steps: int
     is_finished: bool
-    contract: Contract
+    contract: RunConfig
     resumed_from: str | None
     holder: dict[str, Any] = field(default_factory=dict)
     reached: int | None = None
@@ -65,7 +65,7 @@ class RunRecord:
     began_at: int | None = None
 
     @classmethod
-    def new(cls, contract: Contract, *, started_at: float, resumed_from: str | None = None) -> "RunRecord":
+    def new(cls, contract: RunConfig, *, started_at: float, resumed_from: str | None = None) -> "RunRecord":
         """Return the record of a run that begins."""
         return cls(
             run_id=uuid.uuid4().hex[:12],
@@ -77,7 +77,7 @@ class RunRecord:
             resumed_from=resumed_from,
         )
 
-    def next_generation(self, *, num_lost_steps: int, contract: Contract) -> "RunRecord":
+    def next_generation(self, *, num_lost_steps: int, contract: RunConfig) -> "RunRecord":
         """Return the record as the generation after this one claims it."""
         return replace(
             self,

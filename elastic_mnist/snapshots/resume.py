@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from elastic_mnist.errors import SnapshotError, StoreError, ToldByRank0, UsageError
+from elastic_mnist.errors import ReportedByRank0, SnapshotError, StoreError, UsageError
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier, Snapshot
 from elastic_mnist.snapshots.importers import ForeignFile
-from elastic_mnist.snapshots.lease import Claim, Holder, is_late, refuse_if_in_use
+from elastic_mnist.snapshots.lease import Lease, LeaseHolder, is_late, refuse_if_in_use
 from elastic_mnist.snapshots.lookup import find
 from elastic_mnist.snapshots.manifest import Manifest
-from elastic_mnist.snapshots.memory import Held
-from elastic_mnist.snapshots.progress import ProgressMark
+from elastic_mnist.snapshots.memory import MemorySnapshot
+from elastic_mnist.snapshots.progress import ProgressFile
 from elastic_mnist.snapshots.record import RunRecord
-from elastic_mnist.snapshots.run_config import Contract, accept, differences, resolve
+from elastic_mnist.snapshots.run_config import RunConfig, accept, differences, resolve
 from elastic_mnist.snapshots.state import State, pack, position_of, unpack
 from elastic_mnist.snapshots.storage import Storage
 from elastic_mnist.telemetry.events import identify, log
@@ -38,7 +38,7 @@ MAX_STALLED: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
+class Candidate:
     """What a node's memory tier holds, without the state itself.
 
     Attributes:
@@ -70,7 +70,7 @@ class Start:
     """
 
     record: RunRecord
-    asked: Contract
+    asked: RunConfig
     source: str
     path: str | None = None
     num_lost_steps: int | None = 0
@@ -78,7 +78,7 @@ class Start:
     finished: Manifest | None = None
     holder: int | None = None
     data: bytes | None = None
-    claim: Claim | None = field(default=None, compare=False)
+    claim: Lease | None = field(default=None, compare=False)
 
     def state(self) -> State | None:
         """Return the state to go on from, None for a fresh start."""
@@ -102,23 +102,23 @@ class _Found:
     source: str
     position: Position = field(default_factory=Position)
     record: RunRecord | None = None
-    known: Contract | None = None
+    known: RunConfig | None = None
     saved: Position | None = None
     snapshot: Snapshot | ForeignFile | None = None
-    offer: Offer | None = None
+    offer: Candidate | None = None
 
 
 def decide(
     storage: Storage,
     tier: DurableTier,
     settings: Settings,
-    asked: Contract,
+    asked: RunConfig,
     *,
     world_size: int,
     device_type: str,
     mark_path: Path,
-    holder: Holder,
-    offers: Sequence[Offer] = (),
+    holder: LeaseHolder,
+    offers: Sequence[Candidate] = (),
 ) -> Start:
     """Decide on rank 0, and claim the run where there is something to do; `offers` are of the nodes' memory tiers.
 
@@ -166,10 +166,10 @@ def _survey(
     storage: Storage,
     tier: DurableTier,
     settings: Settings,
-    asked: Contract,
+    asked: RunConfig,
     *,
-    holder: Holder,
-    offers: Sequence[Offer],
+    holder: LeaseHolder,
+    offers: Sequence[Candidate],
 ) -> tuple[str | None, _Found]:
     """Return the version of the run's record that was seen, and what there is to go on from."""
     offers = [offer for offer in offers if not differences(offer.record.contract, asked)]
@@ -189,9 +189,9 @@ def _survey(
         return seen, _of_memory(max(offers, key=_rank_offer), recorded)
 
 
-def _claim(storage: Storage, record: RunRecord, seen: str | None, *, may_wait: bool) -> Claim:
+def _claim(storage: Storage, record: RunRecord, seen: str | None, *, may_wait: bool) -> Lease:
     """Claim the place; where that `may_wait`, and the store is away, the next durable snapshot will do it."""
-    claim = Claim(storage, record, seen)
+    claim = Lease(storage, record, seen)
     try:
         storage.create()
         claim.take()
@@ -203,7 +203,7 @@ def _claim(storage: Storage, record: RunRecord, seen: str | None, *, may_wait: b
 
 
 def _look(
-    tier: DurableTier, settings: Settings, asked: Contract, recorded: RunRecord | None, offers: Sequence[Offer]
+    tier: DurableTier, settings: Settings, asked: RunConfig, recorded: RunRecord | None, offers: Sequence[Candidate]
 ) -> _Found:
     """Return what there is to go on from."""
     held = max(offers, key=_rank_offer, default=None)
@@ -238,17 +238,17 @@ def _look(
     return _Found(source="fresh", record=recorded, known=None if recorded is None else recorded.contract)
 
 
-def _rank_offer(offer: Offer) -> tuple[int, int]:
+def _rank_offer(offer: Candidate) -> tuple[int, int]:
     return offer.position.step, -offer.rank
 
 
-def _of_memory(held: Offer, recorded: RunRecord | None = None) -> _Found:
+def _of_memory(held: Candidate, recorded: RunRecord | None = None) -> _Found:
     """Go on from a memory tier, in the run's latest generation that is known of."""
     record = max(filter(None, [recorded, held.record]), key=lambda record: record.generation)
     return _Found(source="memory", position=held.position, record=record, known=record.contract, offer=held)
 
 
-def _of_file(location: str, recorded: RunRecord | None, asked: Contract) -> _Found:
+def _of_file(location: str, recorded: RunRecord | None, asked: RunConfig) -> _Found:
     """Begin a run from a snapshot elsewhere, or go on with one that began so and was lost before its first snapshot."""
     snapshot = _find(location)
     if isinstance(snapshot, ForeignFile):
@@ -261,7 +261,7 @@ def _of_file(location: str, recorded: RunRecord | None, asked: Contract) -> _Fou
     return _Found(source="file", position=position, record=record, known=known, snapshot=snapshot)
 
 
-def _position_of(file: ForeignFile, contract: Contract, settings: Settings) -> Position:
+def _position_of(file: ForeignFile, contract: RunConfig, settings: Settings) -> Position:
     """Return what another program's file says is finished; raises `UsageError` where that is all there is to do."""
     num_epochs = file.foreign.num_epochs or 0
     if num_epochs >= settings.epochs:
@@ -331,11 +331,11 @@ def to_bytes(start: Start | UsageError) -> bytes:
 
 
 def from_bytes(message: bytes) -> Start:
-    """Read what `to_bytes` made; raises `ToldByRank0` where rank 0 had an error."""
+    """Read what `to_bytes` made; raises `ReportedByRank0` where rank 0 had an error."""
     size = int.from_bytes(message[:8], "little")
     head, data = json.loads(message[8 : 8 + size]), message[8 + size :]
     if "error" in head:
-        raise ToldByRank0(head["error"])
+        raise ReportedByRank0(head["error"])
     finished = head["finished"]
     return Start(
         record=RunRecord.from_plain(head["record"]),
@@ -350,23 +350,23 @@ def from_bytes(message: bytes) -> Start:
     )
 
 
-def offer_to_text(held: Held | None) -> str:
+def offer_to_text(held: MemorySnapshot | None) -> str:
     """Serialise what this node's memory tier offers, for rank 0."""
     return "" if held is None else json.dumps({"record": held.record.to_plain(), "position": vars(held.position)})
 
 
-def offers_from_texts(texts: Sequence[str]) -> list[Offer]:
+def offers_from_texts(texts: Sequence[str]) -> list[Candidate]:
     """Read the offers of all ranks, in the ranks' order."""
     offers = []
     for rank, text in enumerate(texts):
         if text:
             content = json.loads(text)
             record, position = RunRecord.from_plain(content["record"]), Position(**content["position"])
-            offers.append(Offer(rank=rank, record=record, position=position))
+            offers.append(Candidate(rank=rank, record=record, position=position))
     return offers
 
 
-def check_same_settings(start: Start, asked: Contract) -> None:
+def check_same_settings(start: Start, asked: RunConfig) -> None:
     """Raise `UsageError` where this rank was started with other settings than rank 0."""
     changed = [name for name in asked if asked[name] != start.asked.get(name)]
     if changed:
@@ -374,9 +374,9 @@ def check_same_settings(start: Start, asked: Contract) -> None:
         raise UsageError(f"settings differ between the nodes: {texts}; start all nodes with the same options")
 
 
-def _go_on(start: Start, recorded: RunRecord, position: Position, mark_path: Path, holder: Holder) -> Start:
+def _go_on(start: Start, recorded: RunRecord, position: Position, mark_path: Path, holder: LeaseHolder) -> Start:
     """Return the start as the next generation of the recorded run."""
-    reached = ProgressMark.read(mark_path, recorded)
+    reached = ProgressFile.read(mark_path, recorded)
     num_lost_steps = None if reached is None else max(0, reached - position.step)
     record = recorded.next_generation(num_lost_steps=num_lost_steps or 0, contract=start.record.contract)
     if reached is None and position.step == recorded.began_at:  # it ended before it could make its mark
@@ -397,7 +397,7 @@ def _give_up(record: RunRecord, storage: Storage, seen: str | None) -> NoReturn:
     raise UsageError(f"{reason}; the event log and the output above say why. Put it right, and start the job again")
 
 
-def _check_mid_epoch(contract: Contract, found: Snapshot, asked: Contract) -> None:
+def _check_mid_epoch(contract: RunConfig, found: Snapshot, asked: RunConfig) -> None:
     """Refuse another order of samples in the middle of an epoch: "each sample once" would have no meaning."""
     if not found.state["samples_in_epoch"]:
         return
@@ -427,7 +427,7 @@ def _of_snapshot(recorded: RunRecord | None, state: State) -> RunRecord:
     return replace(lost, run_id=state["run_id"], generation=state["generation"])
 
 
-def _agreed(recorded: Contract, asked: Contract, settings: Settings, where: str, world_size: int) -> Contract:
+def _agreed(recorded: RunConfig, asked: RunConfig, settings: Settings, where: str, world_size: int) -> RunConfig:
     """Return the contract to go on under; raises `UsageError` for a change that was not accepted."""
     changed = differences(recorded, asked)
     if not changed:

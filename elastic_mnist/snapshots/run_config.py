@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from elastic_mnist.settings import Settings
 
-Contract = dict[str, Any]
+RunConfig = dict[str, Any]
 
 _MICRO_BATCH_SIZES: Final = {"cpu": 64, "cuda": 512}
 
 
-def asked(settings: Settings, dataset: dict[str, Any]) -> Contract:
+def asked(settings: Settings, dataset: dict[str, Any]) -> RunConfig:
     """Return what the settings ask for; the sizes still as they were asked, None where they were not."""
-    contract: Contract = {
+    contract: RunConfig = {
         "batch_size": settings.batch_size,
         "global_batch_size": settings.global_batch_size,
         "micro_batch_size": settings.micro_batch_size,
@@ -45,7 +45,7 @@ def in_step(settings: Settings, device_type: str) -> dict[str, Any]:
     }
 
 
-def resolve(contract: Contract, *, world_size: int, device_type: str) -> Contract:
+def resolve(contract: RunConfig, *, world_size: int, device_type: str) -> RunConfig:
     """Return the contract of a job that starts now: the sizes as numbers."""
     return {
         **contract,
@@ -54,7 +54,7 @@ def resolve(contract: Contract, *, world_size: int, device_type: str) -> Contrac
     }
 
 
-def differences(recorded: Contract, wanted: Contract) -> list[str]:
+def differences(recorded: RunConfig, wanted: RunConfig) -> list[str]:
     """Return what `wanted`, as asked, changes of a recorded contract, one text a field.
 
     A size that was not asked for is the recorded one. A global batch size that was asked for makes the
@@ -71,7 +71,7 @@ def differences(recorded: Contract, wanted: Contract) -> list[str]:
     return changed
 
 
-def accept(recorded: Contract, wanted: Contract, *, world_size: int) -> Contract:
+def accept(recorded: RunConfig, wanted: RunConfig, *, world_size: int) -> RunConfig:
     """Return the recorded contract with all that `wanted` changes of it."""
     contract = {name: recorded.get(name) if value is None else value for name, value in wanted.items()}
     if wanted["global_batch_size"] is None and recorded["batch_size"] != wanted["batch_size"]:
@@ -79,7 +79,7 @@ def accept(recorded: Contract, wanted: Contract, *, world_size: int) -> Contract
     return contract
 
 
-def fingerprint(contract: Contract) -> str:
+def fingerprint(contract: RunConfig) -> str:
     """Digest a contract."""
     return hashlib.sha256(json.dumps(contract, sort_keys=True).encode()).hexdigest()
 

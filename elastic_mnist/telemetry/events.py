@@ -22,7 +22,7 @@ from typing import Any, Final, TextIO
 
 import structlog
 
-from elastic_mnist.errors import say
+from elastic_mnist.errors import print_message
 
 _HEAD: Final = ("timestamp", "level", "event", "run_id", "generation", "rank", "world_size")
 
@@ -70,7 +70,7 @@ class _JsonLines:
     def _fail(self, path: Path, error: OSError) -> None:
         """Say that events are missing, and leave the file for good where that will not pass."""
         if not self._is_told:
-            say(f"warning: event log {path}: {error.strerror}; going on without")
+            print_message(f"warning: event log {path}: {error.strerror}; going on without")
         self._is_told = True
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             self._path = None

@@ -15,7 +15,7 @@ from elastic_mnist.telemetry.events import log
 from elastic_mnist.training.sampler import Step
 
 
-class SampleLedger:
+class SampleLog:
     """Appends what this rank uses.
 
     Args:

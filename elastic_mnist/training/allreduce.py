@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_mnist.training.gradients import AllReduce, Problem, StepResult
+from elastic_mnist.training.gradients import AllReduce, Objective, StepResult
 from elastic_mnist.training.sampler import MicroBatch, Step
 
 # A rank without work still takes part in DDP's collectives: it computes a batch of nothing.
@@ -30,16 +30,16 @@ class AllReduceGradient:
 
     def __init__(
         self,
-        problem: Problem,
+        objective: Objective,
         all_reduce: AllReduce,
         guard: Callable[[str], AbstractContextManager[None]],
         *,
         world_size: int,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        assert isinstance(problem.model, DistributedDataParallel)
-        self._wrapped = problem.model
-        self._problem = problem
+        assert isinstance(objective.model, DistributedDataParallel)
+        self._wrapped = objective.model
+        self._objective = objective
         self._all_reduce = all_reduce
         self._guard = guard
         self._world_size = world_size
@@ -53,7 +53,7 @@ class AllReduceGradient:
         for micro_batch in (*before, last):
             is_last = micro_batch is last
             with nullcontext() if is_last else self._wrapped.no_sync():
-                loss = self._problem.loss(micro_batch, epoch=step.epoch, step_index=step_index)
+                loss = self._objective.loss(micro_batch, epoch=step.epoch, step_index=step_index)
                 # The last one's backward pass waits for the peers. DDP divides by the world size; the gradient wanted
                 # is that of the mean over the step.
                 waits = is_last and self._world_size > 1
@@ -69,7 +69,7 @@ class AllReduceGradient:
         extras = torch.tensor(
             [loss_sum if is_finite else 0.0, float(not is_finite), float(self._is_stopping())],
             dtype=torch.float64,
-            device=self._problem.device,
+            device=self._objective.device,
         )
         self._all_reduce(extras)
         loss_total, num_bad, num_stopping = extras.tolist()

@@ -15,9 +15,9 @@ from elastic_mnist.errors import TrainingError
 from elastic_mnist.training.fixed_point import loss_from_fixed, loss_to_fixed
 from elastic_mnist.training.gradients import AllReduce, autocast
 from elastic_mnist.training.model import ConvNet, normalise
-from elastic_mnist.training.pool import Lanes
+from elastic_mnist.training.pool import MicroBatchPool
 from elastic_mnist.training.sampler import share
-from elastic_mnist.worker.heartbeat import heart
+from elastic_mnist.worker.heartbeat import heartbeat_writer
 
 _CHUNK_SAMPLES: Final = 64
 
@@ -38,7 +38,7 @@ def evaluate(
     *,
     device: torch.device,
     precision: str,
-    lanes: Lanes,
+    pool: MicroBatchPool,
     all_reduce: AllReduce,
     rank: int,
     world_size: int,
@@ -51,17 +51,17 @@ def evaluate(
         labels: (num_samples,) int64.
         device: where `model` is.
         precision: "fp32" or "bf16".
-        lanes: computes this rank's chunks.
+        pool: computes this rank's chunks.
         all_reduce: adds up over ranks.
         rank: this rank.
         world_size: number of ranks.
     """
     # Loss in fixed point, right answers, samples, chunks whose loss has no place in fixed point.
-    sums = [[0, 0, 0, 0] for _ in range(lanes.num_lanes)]
+    sums = [[0, 0, 0, 0] for _ in range(pool.num_threads)]
     chunks = range(0, len(labels), _CHUNK_SAMPLES)
 
     def compute(lane: int, start: int) -> None:
-        heart.progress()
+        heartbeat_writer.progress()
         wanted = labels[start : start + _CHUNK_SAMPLES].to(device)
         with torch.inference_mode():
             inputs = normalise(images[start : start + _CHUNK_SAMPLES].to(device))
@@ -76,7 +76,7 @@ def evaluate(
             sums[lane][1] += int((outputs.argmax(dim=1) == wanted).sum())
             sums[lane][2] += len(wanted)
 
-    lanes.run(compute, [chunks[index] for index in share(len(chunks), rank, world_size)])
+    pool.run(compute, [chunks[index] for index in share(len(chunks), rank, world_size)])
     total = torch.tensor(sums, dtype=torch.int64).sum(dim=0).to(device)
     all_reduce(total)
     loss, num_right, num_samples, num_bad = total.tolist()

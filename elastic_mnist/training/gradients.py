@@ -23,9 +23,9 @@ from elastic_mnist.training.fixed_point import (
     value_limit,
 )
 from elastic_mnist.training.model import normalise
-from elastic_mnist.training.pool import Lanes
+from elastic_mnist.training.pool import MicroBatchPool
 from elastic_mnist.training.sampler import MicroBatch, Step
-from elastic_mnist.worker.heartbeat import heart
+from elastic_mnist.worker.heartbeat import heartbeat_writer
 
 _NUM_EXTRAS: Final = 3  # integers that travel behind the gradient: loss, bad micro-batches, ranks that are to stop
 
@@ -70,7 +70,7 @@ class AllReduce(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Objective:
     """What is learned: the network, its data and the numbers that fix each micro-batch's bits."""
 
     model: nn.Module  # the ConvNet, or DDP around it
@@ -82,7 +82,7 @@ class Problem:
 
     def loss(self, micro_batch: MicroBatch, *, epoch: int, step_index: int) -> Tensor:
         """Return the sum of the micro-batch's losses, a scalar with its graph."""
-        heart.progress()
+        heartbeat_writer.progress()
         generator = torch.Generator(self.device)
         generator.manual_seed(micro_batch_seed(self.seed, epoch, step_index, micro_batch.index))
         inputs = normalise(self.images[micro_batch.samples].to(self.device))
@@ -114,7 +114,7 @@ class ExactGradient:
 
     Args:
         problem: what is learned; the `.grad` of its model is filled.
-        lanes: computes this rank's micro-batches.
+        pool: computes this rank's micro-batches.
         all_reduce: adds up over ranks.
         global_batch_size: of a full step.
         micro_batch_size: at most, in samples.
@@ -123,29 +123,29 @@ class ExactGradient:
 
     def __init__(
         self,
-        problem: Problem,
-        lanes: Lanes,
+        objective: Objective,
+        pool: MicroBatchPool,
         all_reduce: AllReduce,
         *,
         global_batch_size: int,
         micro_batch_size: int,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._problem = problem
-        self._lanes = lanes
+        self._objective = objective
+        self._pool = pool
         self._is_stopping = is_stopping
         self._all_reduce = all_reduce
-        self._parameters = list(problem.model.parameters())
+        self._parameters = list(objective.model.parameters())
         sizes = [parameter.numel() for parameter in self._parameters]
         self._exponent = choose_exponent(micro_batch_size, -(-global_batch_size // micro_batch_size))
         # What is sent: the sum of the gradients, and behind it the integers that travel along.
-        self._message = torch.zeros(sum(sizes) + _NUM_EXTRAS, dtype=torch.int64, device=problem.device)
+        self._message = torch.zeros(sum(sizes) + _NUM_EXTRAS, dtype=torch.int64, device=objective.device)
         self._values, self._extras = self._message[: sum(sizes)], self._message[sum(sizes) :]
         self._sum = FixedPointSum(self._values, sizes, limit=value_limit(micro_batch_size, self._exponent))
         # The backward pass begins with the scale, and each of its products is scaled by a power of two: the
         # gradients come out in fixed-point units, with the bits that they would have had.
-        self._scale = torch.tensor(2.0**self._exponent, device=problem.device)
-        self._gradient = torch.zeros(sum(sizes), dtype=torch.float32, device=problem.device)
+        self._scale = torch.tensor(2.0**self._exponent, device=objective.device)
+        self._gradient = torch.zeros(sum(sizes), dtype=torch.float32, device=objective.device)
         for parameter, piece in zip(self._parameters, self._gradient.split(sizes), strict=True):
             parameter.grad = piece.view_as(parameter)  # every `.grad` is a view into the one flat gradient
 
@@ -153,10 +153,10 @@ class ExactGradient:
         """Compute, add up and agree; see `GradientSync`."""
         self._sum.clear()
         losses: list[int] = []  # of the micro-batches that are fit to be used
-        waiting: list[list[tuple[int, tuple[Tensor, ...]]]] = [[] for _ in range(self._lanes.num_lanes)]
+        waiting: list[list[tuple[int, tuple[Tensor, ...]]]] = [[] for _ in range(self._pool.num_threads)]
 
         def compute(lane: int, micro_batch: MicroBatch) -> None:
-            loss = self._problem.loss(micro_batch, epoch=step.epoch, step_index=step_index)
+            loss = self._objective.loss(micro_batch, epoch=step.epoch, step_index=step_index)
             fixed = loss_to_fixed(loss.item())
             if fixed is not None:
                 waiting[lane].append((fixed, torch.autograd.grad(loss, self._parameters, self._scale)))
@@ -168,14 +168,14 @@ class ExactGradient:
             losses.extend(fixed for (fixed, _), is_fit in zip(waiting[lane], are_fit, strict=True) if is_fit)
             waiting[lane].clear()
 
-        self._lanes.run(compute, step.micro_batches, finish=add)
+        self._pool.run(compute, step.micro_batches, finish=add)
         values = self._sum.total  # zeros, where nothing was added
         assert values is self._values  # which is part of the message
         num_bad = len(step.micro_batches) - len(losses)
         self._extras.copy_(torch.tensor([sum(losses), num_bad, int(self._is_stopping())]))
         self._all_reduce(self._message)
-        factor, num_parts = 2.0**-self._exponent / step.num_samples, self._lanes.num_lanes
-        self._lanes.run(
+        factor, num_parts = 2.0**-self._exponent / step.num_samples, self._pool.num_threads
+        self._pool.run(
             lambda _lane, part: to_float(part[0], factor, part[1]),
             zip(values.chunk(num_parts), self._gradient.chunk(num_parts), strict=True),
         )

@@ -17,19 +17,19 @@ import torch
 Item = TypeVar("Item")
 
 
-class Lanes:
+class MicroBatchPool:
     """A fixed number of lanes; with one, everything runs in the calling thread.
 
     Construct it in the thread that trains: the number of intra-op threads of that thread becomes 1 too,
     so that the optimizer's kernels are as fixed as the gradients'.
     """
 
-    def __init__(self, num_lanes: int) -> None:
-        self.num_lanes = num_lanes
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
         torch.set_num_threads(1)
         self._pool = (
-            ThreadPoolExecutor(num_lanes, thread_name_prefix="lane", initializer=torch.set_num_threads, initargs=(1,))
-            if num_lanes > 1
+            ThreadPoolExecutor(num_threads, thread_name_prefix="lane", initializer=torch.set_num_threads, initargs=(1,))
+            if num_threads > 1
             else None
         )
 
@@ -58,7 +58,7 @@ class Lanes:
                 work(lane, item)
             finish(lane)
 
-        futures = [self._pool.submit(work_on, lane) for lane in range(self.num_lanes)]
+        futures = [self._pool.submit(work_on, lane) for lane in range(self.num_threads)]
         wait(futures)
         for future in futures:
             future.result()

@@ -19,7 +19,7 @@ from elastic_mnist.telemetry.events import log
 from elastic_mnist.training.evaluation import Evaluation
 from elastic_mnist.training.gradients import GradientSync, StepResult
 from elastic_mnist.training.sampler import Position, Step, StepSampler, num_steps_per_epoch
-from elastic_mnist.worker.heartbeat import heart
+from elastic_mnist.worker.heartbeat import heartbeat_writer
 
 _TELL_SECONDS: Final = 1.0
 
@@ -109,7 +109,7 @@ def train(training: Training) -> None:
         if training.position.epoch >= settings.epochs:
             if training.saved != training.position:
                 save(training)
-            with heart.phase(SAVING):
+            with heartbeat_writer.phase(SAVING):
                 training.settle(None)
             return
         assert training.position.samples_in_epoch < training.num_samples  # or no step would ever come
@@ -165,7 +165,7 @@ def stop(training: Training) -> NoReturn:
     """Save what is finished, and end: a rank was asked to stop."""
     if training.saved != training.position:
         save(training)
-    with heart.phase(SAVING):
+    with heartbeat_writer.phase(SAVING):
         training.settle(STOP_SECONDS)
     raise Stopped
 

@@ -17,19 +17,19 @@ from elastic_mnist.ipc import processes
 from elastic_mnist.ipc.heartbeat import (
     COMPUTING,
     ENDED,
+    EXIT_BARRIER,
     NUM_SLOTS,
     NUM_WAITING_BEGIN,
     NUMBER,
-    PARTING,
     SETTING_UP,
     SETTING_UP_SECONDS,
     SLOT,
     SLOT_SIZE,
     TABLE_SIZE,
     WAITING,
-    Sign,
+    HeartbeatRecord,
 )
-from elastic_mnist.ipc.timers import Stillness
+from elastic_mnist.ipc.timers import StallTimer
 
 _BEAT_SECONDS: Final = 0.2
 
@@ -38,7 +38,7 @@ _WHILE_STORES_MAY_BE_SLOW: Final = 1800.0
 """Seconds that whatever is no computing may take: a data set to fetch, a network's file system that comes back."""
 
 
-class Heart:
+class HeartbeatWriter:
     """The signs of life of this process.
 
     Its attributes are set by whoever knows them. Before `start` all of it has no effect.
@@ -62,7 +62,7 @@ class Heart:
         self._phase = SETTING_UP
         self._num_done = 0
         self._num_beats = 0
-        self._stillness = Stillness()
+        self._stillness = StallTimer()
         self._still: tuple[int, str, float] = (0, SETTING_UP, 0.0)
 
     def start(self, path: str | None, *, local_rank: int, hang_timeout: float) -> None:
@@ -129,7 +129,7 @@ class Heart:
     def waiting_seconds(self) -> float:
         """Return for how long this process has waited for its peers; 0 where it does not."""
         done, phase, seconds = self._still
-        return seconds if phase in (WAITING, PARTING) and (done, phase) == (self._num_done, self._phase) else 0.0
+        return seconds if phase in (WAITING, EXIT_BARRIER) and (done, phase) == (self._num_done, self._phase) else 0.0
 
     def _beat(self) -> None:
         while True:
@@ -137,7 +137,7 @@ class Heart:
             self._write()
             done, phase = self._num_done, self._phase
             self._still = (done, phase, self._stillness.seconds((done, phase)))
-            if phase not in (WAITING, PARTING):  # a peer may take as long as it lives
+            if phase not in (WAITING, EXIT_BARRIER):  # a peer may take as long as it lives
                 limit = self._hang_timeout if phase == COMPUTING else max(self._hang_timeout, _WHILE_STORES_MAY_BE_SLOW)
                 if self._still[2] > limit:
                     self._end(phase, self._still[2])
@@ -149,8 +149,8 @@ class Heart:
         if self._slot is not None:
             self._slot[: SLOT.size] = self._sign().to_bytes()
 
-    def _sign(self) -> Sign:
-        return Sign(
+    def _sign(self) -> HeartbeatRecord:
+        return HeartbeatRecord(
             pid=self._pid,
             pid_started=self._pid_started,
             num_beats=self._num_beats,
@@ -181,5 +181,5 @@ class Heart:
             os._exit(EXIT_FAILURE)
 
 
-heart: Final = Heart()
+heartbeat_writer: Final = HeartbeatWriter()
 """One a process."""

@@ -8,7 +8,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _LARGEST_BLOCK: Final = 32 * 2**20  # bytes; glibc keeps no larger one
 
 
-def keep_freed_memory() -> None:
+def tune_malloc() -> None:
     """Have the process keep what it frees, for the next micro-batch, which asks for the very same blocks.
 
     Else glibc gives the large ones back to the kernel each time and gets them anew, page by page and zeroed: some

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from elastic_mnist.errors import EXIT_FAILURE
 from elastic_mnist.ipc import environment
-from elastic_mnist.ipc.timers import Stillness
+from elastic_mnist.ipc.timers import StallTimer
 from elastic_mnist.telemetry.events import log
-from elastic_mnist.worker.heartbeat import heart
+from elastic_mnist.worker.heartbeat import heartbeat_writer
 from elastic_mnist.worker.rendezvous_store import connect
 
 _ANSWER_SECONDS: Final = 5.0
@@ -34,7 +34,7 @@ class PeerWatch:
         key: names the generation.
     """
 
-    def __init__(self, place: environment.Place, rank: int, *, timeout: float, key: str) -> None:
+    def __init__(self, place: environment.WorkerEnvironment, rank: int, *, timeout: float, key: str) -> None:
         self._place = place
         self._rank = rank
         self._timeout = timeout
@@ -43,15 +43,15 @@ class PeerWatch:
         self._store: dist.Store | None = None
         self._num_beats = 0
         peers = [peer for peer in range(place.world_size) if peer != rank]
-        self._peers = {peer: Stillness(gap_seconds=2 * _ANSWER_SECONDS) for peer in peers}
+        self._peers = {peer: StallTimer(gap_seconds=2 * _ANSWER_SECONDS) for peer in peers}
         self._answered_at = time.monotonic()
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
-        heart.checks.append(self._check_silence)
+        heartbeat_writer.checks.append(self._check_silence)
 
     def _watch(self) -> None:
         while True:
             try:
-                self._look(heart.waiting_seconds())
+                self._look(heartbeat_writer.waiting_seconds())
                 self._answered_at = time.monotonic()
             except RuntimeError:  # torch's DistError and its kin
                 self._store = None
@@ -60,12 +60,15 @@ class PeerWatch:
     def _check_silence(self) -> None:
         """End where the store itself has gone silent. Asking it may take for ever, so another thread looks at that."""
         silence = time.monotonic() - self._answered_at
-        if min(silence, heart.waiting_seconds()) > heart.patience(self._timeout) + _OTHERS_SECONDS:
+        if (
+            min(silence, heartbeat_writer.waiting_seconds())
+            > heartbeat_writer.patience(self._timeout) + _OTHERS_SECONDS
+        ):
             self._end(f"the store has not answered for {silence:.0f} s")
 
     def _look(self, waiting_seconds: float) -> None:
         """Leave a sign; where this process has been waiting, look at its peers'."""
-        patience = heart.patience(self._timeout)
+        patience = heartbeat_writer.patience(self._timeout)
         is_stuck = waiting_seconds > patience
         self._num_beats += 1
         if self._store is None:
@@ -89,7 +92,7 @@ class PeerWatch:
 
     def _end(self, reason: str) -> NoReturn:
         try:
-            log.warning("peer.hung", reason=reason, step=heart.step)
+            log.warning("peer.hung", reason=reason, step=heartbeat_writer.step)
         finally:
-            heart.end()
+            heartbeat_writer.end()
             os._exit(EXIT_FAILURE)

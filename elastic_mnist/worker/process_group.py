@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from elastic_mnist.errors import PeerLost, UsageError
 from elastic_mnist.ipc import environment
-from elastic_mnist.ipc.heartbeat import PARTING, WAITING
-from elastic_mnist.worker.heartbeat import heart
+from elastic_mnist.ipc.heartbeat import EXIT_BARRIER, WAITING
+from elastic_mnist.worker.heartbeat import heartbeat_writer
 from elastic_mnist.worker.peers import PeerWatch
 from elastic_mnist.worker.rendezvous_store import assign_rank, open_store
 
@@ -39,7 +39,12 @@ class World:
     """
 
     def __init__(
-        self, place: environment.Place, device: torch.device, *, timeout: float, meeting_timeout: float = 60.0
+        self,
+        place: environment.WorkerEnvironment,
+        device: torch.device,
+        *,
+        timeout: float,
+        meeting_timeout: float = 60.0,
     ) -> None:
         self.size = place.world_size
         self.device = device
@@ -99,7 +104,7 @@ class World:
         """Wait for rank 0, which may still be writing, however long that takes; and rank 0 for all others to know."""
         if self.size == 1:
             return
-        with guard("parting"), heart.phase(PARTING):
+        with guard("parting"), heartbeat_writer.phase(EXIT_BARRIER):
             dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0)  # a rank 0 that is gone is noticed at once
             self._store.set(f"parted/{self.rank}", "")
             for rank in range(1, self.size) if self.rank == 0 else ():  # it may be the one that serves the store
@@ -136,7 +141,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 def guard(what: str) -> Iterator[None]:
     """Wait for peers: say so meanwhile, and turn what torch raises when one of them is gone into `PeerLost`."""
     try:
-        with heart.phase(WAITING):
+        with heartbeat_writer.phase(WAITING):
             yield
     except torch.OutOfMemoryError:  # this process's own trouble
         raise

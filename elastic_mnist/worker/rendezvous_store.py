@@ -17,7 +17,7 @@ _POLL_SECONDS: Final = 0.02
 _RESEND_SECONDS: Final = 0.5
 
 
-def open_store(place: environment.Place, timeout: timedelta) -> tuple[dist.Store, str]:
+def open_store(place: environment.WorkerEnvironment, timeout: timedelta) -> tuple[dist.Store, str]:
     """Return a store that this generation's ranks alone use, and the generation's name there."""
     if place.endpoint is None:
         return dist.HashStore(), ""
@@ -26,7 +26,7 @@ def open_store(place: environment.Place, timeout: timedelta) -> tuple[dist.Store
     return dist.PrefixStore(f"elastic_mnist/{key}", store), key
 
 
-def connect(place: environment.Place, timeout: timedelta, *, may_serve: bool = True) -> dist.TCPStore:
+def connect(place: environment.WorkerEnvironment, timeout: timedelta, *, may_serve: bool = True) -> dist.TCPStore:
     """Connect to the store where the workers meet, or serve it where no agent does."""
     assert place.endpoint is not None
     host, port = place.endpoint
@@ -66,12 +66,12 @@ def agree_on_key(store: dist.Store, rank: int, world_size: int, timeout: timedel
     raise PeerLost(f"meeting: not all of the {world_size} ranks came within {timeout.total_seconds():.0f} s")
 
 
-def assign_rank(store: dist.Store, place: environment.Place) -> int:
+def assign_rank(store: dist.Store, place: environment.WorkerEnvironment) -> int:
     """Return this process's global rank: the longest-serving node's come first, else as the launcher numbered them.
 
     The launcher numbers nodes by address and process id. A node that has just come could be the first of them, and
     would decide, from what it alone can see, where a job goes on that others have been running.
     """
-    store.set(f"seat/{place.rank}", str(place.seniority))
+    store.set(f"seat/{place.rank}", str(place.rounds_joined))
     seniorities = [int(store.get(f"seat/{rank}")) for rank in range(place.world_size)]
     return sorted(range(place.world_size), key=lambda rank: (-seniorities[rank], rank)).index(place.rank)

@@ -9,15 +9,15 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 
-from elastic_mnist.errors import AlreadyTold, Stopped, StoreError, UsageError, say
+from elastic_mnist.errors import AlreadyReported, Stopped, StoreError, UsageError, print_message
 from elastic_mnist.ipc import heartbeat
-from elastic_mnist.ipc.environment import Place
+from elastic_mnist.ipc.environment import WorkerEnvironment
 from elastic_mnist.ipc.heartbeat import COMPUTING, FINISHING
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import memory, resume, run_config
 from elastic_mnist.snapshots import record as run_record
-from elastic_mnist.snapshots.lease import Holder
-from elastic_mnist.snapshots.progress import ProgressMark
+from elastic_mnist.snapshots.lease import LeaseHolder
+from elastic_mnist.snapshots.progress import ProgressFile
 from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import State, pack
 from elastic_mnist.snapshots.writer import Write, with_retries
@@ -25,12 +25,12 @@ from elastic_mnist.telemetry import events
 from elastic_mnist.telemetry.events import log
 from elastic_mnist.training import determinism, model
 from elastic_mnist.training.trainer import Training, train
-from elastic_mnist.worker.heartbeat import heart
-from elastic_mnist.worker.setup import Job, build, num_lanes
+from elastic_mnist.worker.heartbeat import heartbeat_writer
+from elastic_mnist.worker.setup import Job, build, num_threads
 from elastic_mnist.worker.stop_requests import StopRequests
 
 
-def run(settings: Settings, place: Place, requests: StopRequests, at_end: ExitStack) -> None:
+def run(settings: Settings, place: WorkerEnvironment, requests: StopRequests, at_end: ExitStack) -> None:
     """Train until the job is finished. Every rank must call this.
 
     Args:
@@ -59,46 +59,48 @@ def run(settings: Settings, place: Place, requests: StopRequests, at_end: ExitSt
         start, state = replace(start, data=None), None  # twice the size of the model and its moments
         requests.begin(give_up)
         try:
-            with heart.phase(COMPUTING):
+            with heartbeat_writer.phase(COMPUTING):
                 train(training)
         except Stopped:
             tell_stop(job, training)
             job.world.part()  # nobody leaves before rank 0 has saved
             raise
         if job.world.rank == 0:
-            with heart.phase(FINISHING):
+            with heartbeat_writer.phase(FINISHING):
                 tell_end(job, start, training, network)
-    with heart.phase(FINISHING):
+    with heartbeat_writer.phase(FINISHING):
         job.world.part()  # nobody leaves before rank 0 has saved and told
         if job.memory is not None:
             job.memory.release()
         job.world.leave()
 
 
-def refuse(place: Place, reason: str) -> None:
+def refuse(place: WorkerEnvironment, reason: str) -> None:
     """Tell people, and this process's agent, why starting its workers again is of no use; one line an agent."""
     if heartbeat.refuse(place.pulse_path):
-        say(f"error: {reason}")
+        print_message(f"error: {reason}")
 
 
 def identify(job: Job, start: Start) -> None:
     """Let events and signs of life say whose they are."""
     events.identify(run_id=start.record.run_id, generation=start.record.generation)
-    heart.run_id, heart.generation = start.record.run_id, start.record.generation
-    heart.rank, heart.world_size = job.world.rank, job.world.size
-    heart.tell = lambda reason, stack: log.error("worker.hung", reason=reason, step=heart.step, stack=stack)
+    heartbeat_writer.run_id, heartbeat_writer.generation = start.record.run_id, start.record.generation
+    heartbeat_writer.rank, heartbeat_writer.world_size = job.world.rank, job.world.size
+    heartbeat_writer.tell = lambda reason, stack: log.error(
+        "worker.hung", reason=reason, step=heartbeat_writer.step, stack=stack
+    )
 
 
 def give_up(reason: str) -> None:
     """Tell that this process ends without having stopped in order."""
-    log.error("run.failed", reason=reason, step=heart.step)
-    heart.end()
+    log.error("run.failed", reason=reason, step=heartbeat_writer.step)
+    heartbeat_writer.end()
 
 
 def tell_stop(job: Job, training: Training) -> None:
     """Tell on rank 0 that the job was stopped, and where it will go on."""
     reason = job.requests.received or "a signal at another rank"
-    if heart.num_nodes_waiting:  # for which torchrun stops the workers, with SIGTERM, and starts them anew
+    if heartbeat_writer.num_nodes_waiting:  # for which torchrun stops the workers, with SIGTERM, and starts them anew
         reason += ", while a node waits to join"
     log.info(
         "run.stopped",
@@ -128,15 +130,15 @@ def agree_on_start(job: Job) -> Start:
                 world_size=job.world.size,
                 device_type=job.device.type,
                 mark_path=job.mark_path,
-                holder=Holder.of(job.place),
+                holder=LeaseHolder.of(job.place),
                 offers=resume.offers_from_texts(offers),
             )
         except UsageError as error:
-            if not job.place.is_first_life:
+            if not job.place.is_first_attempt:
                 log.error("run.failed", reason=str(error))
             refuse(job.place, str(error))  # before the others know: when they end, this process is ended too
             job.world.broadcast(resume.to_bytes(error))
-            raise AlreadyTold from error
+            raise AlreadyReported from error
         start = replace(start, asked={**asked, **in_step})
         job.world.broadcast(resume.to_bytes(start))
     resume.check_same_settings(start, {**asked, **in_step})
@@ -184,7 +186,7 @@ def tell_start(job: Job, start: Start, training: Training) -> None:
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
         device=str(job.device),
-        num_threads=num_lanes(job),
+        num_threads=num_threads(job),
         num_train_samples=training.num_samples,
         has_memory_tier=job.memory is not None,
         versions=determinism.of(job.device),
@@ -219,7 +221,7 @@ def tell_end(job: Job, start: Start, training: Training, network: model.ConvNet)
         with_retries(Write(step=training.position.step, path=path, run=start.claim.finish))
     except StoreError as error:  # all is saved; started again, the job ends as finished once more
         log.warning("snapshot.store_unreachable", reason=str(error))
-    ProgressMark.remove(job.mark_path)
+    ProgressFile.remove(job.mark_path)
 
 
 def tell_nothing_to_do(job: Job, start: Start) -> None:

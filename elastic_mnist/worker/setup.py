@@ -15,25 +15,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_mnist import data
 from elastic_mnist.errors import UsageError
-from elastic_mnist.ipc.environment import Place
+from elastic_mnist.ipc.environment import WorkerEnvironment
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.memory import MemoryTier
-from elastic_mnist.snapshots.progress import ProgressMark
+from elastic_mnist.snapshots.progress import ProgressFile
 from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import State, detached, position_of
 from elastic_mnist.snapshots.storage import open_storage
 from elastic_mnist.snapshots.writer import BackgroundWriter, Write
 from elastic_mnist.telemetry import events
-from elastic_mnist.telemetry.sample_log import SampleLedger
+from elastic_mnist.telemetry.sample_log import SampleLog
 from elastic_mnist.training import determinism, model
 from elastic_mnist.training.allreduce import AllReduceGradient
 from elastic_mnist.training.evaluation import Evaluation, evaluate
-from elastic_mnist.training.gradients import ExactGradient, GradientSync, Problem
-from elastic_mnist.training.pool import Lanes
+from elastic_mnist.training.gradients import ExactGradient, GradientSync, Objective
+from elastic_mnist.training.pool import MicroBatchPool
 from elastic_mnist.training.sampler import Step
 from elastic_mnist.training.trainer import Progress, Training
-from elastic_mnist.worker.heartbeat import heart
+from elastic_mnist.worker.heartbeat import heartbeat_writer
 from elastic_mnist.worker.process_group import World, choose_device, guard
 from elastic_mnist.worker.stop_requests import StopRequests
 
@@ -45,7 +45,7 @@ _ADAM_BETAS: Final = (0.9, 0.95)
 class Job:
     """What stays the same in one life of a worker."""
 
-    def __init__(self, settings: Settings, place: Place, requests: StopRequests) -> None:
+    def __init__(self, settings: Settings, place: WorkerEnvironment, requests: StopRequests) -> None:
         self.requests = requests
         self.settings = settings
         self.place = place
@@ -97,13 +97,13 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
             hyperparameters = {"param_groups": optimizer.state_dict()["param_groups"]}
             optimizer.load_state_dict({**hyperparameters, **state["optimizer"]})
 
-    lanes = Lanes(num_lanes(job))
-    gradient = build_gradient(job, start, network, wrapped, lanes)
+    pool = MicroBatchPool(num_threads(job))
+    gradient = build_gradient(job, start, network, wrapped, pool)
     sizes = start.record.contract
 
     def finished_step(step: int) -> None:
         events.at_step(step)
-        heart.finished(step)
+        heartbeat_writer.finished(step)
         mark.set(step)
         job.writer.check()
 
@@ -118,7 +118,7 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
         world_size=world.size,
         optimizer=optimizer,
         gradient=gradient,
-        evaluate=build_evaluation(job, network, lanes),
+        evaluate=build_evaluation(job, network, pool),
         keep=lambda training: keep(job, start, training, network),
         save=lambda training: save(job, start, training, network),
         settle=job.writer.settle,
@@ -152,7 +152,7 @@ def fits(start: Start, field: str) -> Iterator[None]:
         ) from error
 
 
-def build_evaluation(job: Job, network: model.ConvNet, lanes: Lanes) -> Callable[[], Evaluation]:
+def build_evaluation(job: Job, network: model.ConvNet, pool: MicroBatchPool) -> Callable[[], Evaluation]:
     """Return what evaluates the network on the test set; collective."""
 
     def evaluate_network() -> Evaluation:
@@ -162,7 +162,7 @@ def build_evaluation(job: Job, network: model.ConvNet, lanes: Lanes) -> Callable
             job.dataset.test_labels,
             device=job.device,
             precision=job.settings.precision,
-            lanes=lanes,
+            pool=pool,
             all_reduce=job.world.all_reduce,
             rank=job.world.rank,
             world_size=job.world.size,
@@ -172,7 +172,7 @@ def build_evaluation(job: Job, network: model.ConvNet, lanes: Lanes) -> Callable
 
 
 def build_gradient(
-    job: Job, start: Start, network: model.ConvNet, wrapped: DistributedDataParallel, lanes: Lanes
+    job: Job, start: Start, network: model.ConvNet, wrapped: DistributedDataParallel, pool: MicroBatchPool
 ) -> GradientSync:
     """Build what `--gradient_sync` names."""
     settings, world = job.settings, job.world
@@ -180,7 +180,7 @@ def build_gradient(
     def is_stopping() -> bool:
         return job.requests.received is not None
 
-    problem = Problem(
+    objective = Objective(
         model=network,
         images=job.dataset.train_images,
         labels=job.dataset.train_labels,
@@ -189,17 +189,17 @@ def build_gradient(
         precision=settings.precision,
     )
     if settings.gradient_sync == "allreduce":
-        torch.set_num_threads(lanes.num_lanes)  # its micro-batches are computed one after the other
+        torch.set_num_threads(pool.num_threads)  # its micro-batches are computed one after the other
         return AllReduceGradient(
-            replace(problem, model=wrapped),
+            replace(objective, model=wrapped),
             world.all_reduce,
             guard,
             world_size=world.size,
             is_stopping=is_stopping,
         )
     return ExactGradient(
-        problem,
-        lanes,
+        objective,
+        pool,
         world.all_reduce,
         global_batch_size=start.record.contract["global_batch_size"],
         micro_batch_size=start.record.contract["micro_batch_size"],
@@ -207,7 +207,7 @@ def build_gradient(
     )
 
 
-def num_lanes(job: Job) -> int:
+def num_threads(job: Job) -> int:
     """Return how many micro-batches this process computes at once."""
     if job.device.type != "cpu":
         return 1
@@ -223,10 +223,10 @@ def open_memory(job: Job, start: Start) -> MemoryTier | None:
     return MemoryTier(path, start.record)
 
 
-def open_mark(job: Job, start: Start) -> ProgressMark:
+def open_mark(job: Job, start: Start) -> ProgressFile:
     """Return what notes how far this generation came; rank 0's is written, the others' lead nowhere."""
     path = job.mark_path if job.world.rank == 0 else None
-    return ProgressMark(path, run_id=start.record.run_id, generation=start.record.generation)
+    return ProgressFile(path, run_id=start.record.run_id, generation=start.record.generation)
 
 
 def keep(job: Job, start: Start, training: Training, network: model.ConvNet) -> None:
@@ -275,7 +275,7 @@ def open_ledger(job: Job, start: Start) -> Callable[[Step, int], None]:
     """Return what notes the samples of a step, if that is asked for."""
     if job.settings.sample_log is None:
         return lambda _step, _index: None
-    return SampleLedger(
+    return SampleLog(
         job.settings.sample_log,
         rank=job.world.rank,
         run_id=start.record.run_id,

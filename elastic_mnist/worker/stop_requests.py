@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Final
 
 from elastic_mnist.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_STOPPED
-from elastic_mnist.ipc.environment import SIGNALS
+from elastic_mnist.ipc.environment import STOP_SIGNALS
 
 _GRACE_SECONDS: Final = 25.0
 """torchrun kills 30 s after its SIGTERM."""
@@ -55,7 +55,7 @@ class StopRequests:
         self._interrupted_at: float | None = None
         self._launcher = os.getppid()
         self._lock = threading.Lock()
-        self._signals = {number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+        self._signals = {number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         threading.Thread(target=self._wait, name="signals", daemon=True).start()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from builders import BATCH, MICRO_BATCH, NUM_SAMPLES, SEED, flat_gradient, poison, problem, step_of
+from builders import BATCH, MICRO_BATCH, NUM_SAMPLES, SEED, flat_gradient, objective, poison, step_of
 from harness import SMALL, Job, fault, plain, standalone
 from states import small_state
 from torch import Tensor
@@ -23,9 +23,9 @@ from torch import Tensor
 from elastic_mnist.snapshots.state import pack, unpack
 from elastic_mnist.training import determinism
 from elastic_mnist.training.fixed_point import choose_exponent, error_bound
-from elastic_mnist.training.gradients import AllReduce, ExactGradient, Problem
+from elastic_mnist.training.gradients import AllReduce, ExactGradient, Objective
 from elastic_mnist.training.model import ConvNet, build, weights_sha256
-from elastic_mnist.training.pool import Lanes
+from elastic_mnist.training.pool import MicroBatchPool
 from elastic_mnist.training.sampler import StepSampler
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -65,14 +65,16 @@ def network_on(device: torch.device) -> ConvNet:
     return build(SEED).to(device)
 
 
-def problem_on(device: torch.device, model: ConvNet, precision: str = "fp32") -> Problem:
+def problem_on(device: torch.device, model: ConvNet, precision: str = "fp32") -> Objective:
     """Return the problem of the other tests, on a device."""
-    return replace(problem(model, precision), device=device)
+    return replace(objective(model, precision), device=device)
 
 
-def exact(problem: Problem, all_reduce: AllReduce = lambda _: None) -> ExactGradient:
+def exact(objective: Objective, all_reduce: AllReduce = lambda _: None) -> ExactGradient:
     """Return the exact gradient of a problem; one rank, unless `all_reduce` knows of others."""
-    return ExactGradient(problem, Lanes(1), all_reduce, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH)
+    return ExactGradient(
+        objective, MicroBatchPool(1), all_reduce, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH
+    )
 
 
 def train(

@@ -24,14 +24,14 @@ from elastic_mnist.agent.workers import Node
 from elastic_mnist.cli import verify
 from elastic_mnist.errors import StoreConflict, StoreError, UsageError
 from elastic_mnist.ipc import environment, processes
-from elastic_mnist.ipc.environment import SIGNALS
+from elastic_mnist.ipc.environment import STOP_SIGNALS
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier
-from elastic_mnist.snapshots.lease import Holder
+from elastic_mnist.snapshots.lease import LeaseHolder
 from elastic_mnist.snapshots.memory import MemoryTier
 from elastic_mnist.snapshots.record import RunRecord
-from elastic_mnist.snapshots.resume import MAX_STALLED, Offer
+from elastic_mnist.snapshots.resume import MAX_STALLED, Candidate
 from elastic_mnist.snapshots.storage import LocalStorage
 from elastic_mnist.telemetry import events
 from elastic_mnist.training.sampler import Position
@@ -45,7 +45,7 @@ OPTIONS = (
     "--save_every=0",
 )
 STOPPED_LINE = "elastic_mnist: stopped; the same command goes on from here"
-OWN = Holder(job_id="job", host=processes.host(), pid=os.getpid(), pid_started=processes.started(os.getpid()))
+OWN = LeaseHolder(job_id="job", host=processes.host(), pid=os.getpid(), pid_started=processes.started(os.getpid()))
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,13 @@ def hold(memory_path: str, record: RunRecord, step: int) -> None:
 
 
 def save_held(
-    place: Place, memory_path: str, record: RunRecord, step: int, *, reason: str | None = None, patience: float = 0.0
+    place: Place,
+    memory_path: str,
+    record: RunRecord,
+    step: int,
+    *,
+    reason: str | None = None,
+    patience: float = 0.0,
 ) -> Outcome:
     """Let the memory hold a state, and save it as an agent does."""
     hold(memory_path, record, step)
@@ -339,7 +345,7 @@ def test_what_a_later_generation_of_the_same_agent_did_not_reach_is_saved(place:
     """A generation that claimed the place and died before its first step has left no state; the one before has."""
     mine = place.record()
     hold(memory_path, mine, 9)
-    offer = Offer(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
+    offer = Candidate(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
     assert place.decide(holder=OWN, offers=[offer]).record.generation == mine.generation + 1
     assert save_held(place, memory_path, mine, 9) is Outcome.SAFE
     assert newest_step(place) == 9
@@ -349,7 +355,7 @@ def test_what_a_later_generation_of_the_same_agent_did_not_reach_is_saved(place:
 def test_a_job_that_gives_up_saves_what_it_has(place: Place, memory_path: str) -> None:
     """Where the last generations have all died at one step, that step is in a snapshot when the agent has ended."""
     mine = place.record()
-    offer = Offer(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
+    offer = Candidate(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
     for _ in range(MAX_STALLED + 1):
         place.mark(place.decide(holder=OWN, offers=[offer]), 9)
     with pytest.raises(UsageError, match="generations in a row have ended at step 9"):
@@ -364,7 +370,7 @@ def test_what_a_generation_that_is_over_holds(
 ) -> None:
     """Another agent's later generation has more, and is left alone; one that is seen to be dead has left nothing."""
     mine = place.record()
-    offer = Offer(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
+    offer = Candidate(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
     other = replace(OWN, pid=other_agent.pid, pid_started=processes.started(other_agent.pid))
     assert place.decide(holder=other, offers=[offer]).record.generation == mine.generation + 1
     if is_dead:
@@ -391,7 +397,7 @@ def test_a_store_that_is_away_is_told(place: Place, memory_path: str) -> None:
 def node(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """The node of this process, as if it were an agent, with its signals put back afterwards."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    numbers = [*SIGNALS, signal.SIGURG]
+    numbers = [*STOP_SIGNALS, signal.SIGURG]
     before = [signal.getsignal(number) for number in numbers]
     node = Node(Settings(snapshot_path=str(place.directory)))
     yield node

@@ -12,7 +12,7 @@ import torch
 from harness import Job, plain
 
 from elastic_mnist.errors import UsageError
-from elastic_mnist.ipc.environment import Place
+from elastic_mnist.ipc.environment import WorkerEnvironment
 
 TINY = ("--train_samples=150", "--test_samples=50", "--global_batch_size=64", "--micro_batch_size=24")
 
@@ -44,7 +44,7 @@ def test_output_that_nobody_takes(redirection: str, mnist_dir: Path, tmp_path: P
 def test_stale_environment_is_told(stale: dict[str, str]) -> None:
     """Launcher variables that do not fit together are one line that says to unset RANK."""
     with pytest.raises(UsageError, match=r"^environment: .*unset RANK$"):
-        Place.from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **stale})
+        WorkerEnvironment.from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **stale})
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
-from elastic_mnist.training.gradients import Problem
+from elastic_mnist.training.gradients import Objective
 from elastic_mnist.training.model import ConvNet, SeededDropout, build, normalise
 from elastic_mnist.training.sampler import Step, StepSampler
 
@@ -16,10 +16,10 @@ MICRO_BATCH = 4
 SEED = 5
 
 
-def problem(model: ConvNet, precision: str = "fp32") -> Problem:
+def objective(model: ConvNet, precision: str = "fp32") -> Objective:
     """Return the problem of learning a few random images with random labels."""
     draw = torch.Generator().manual_seed(1)
-    return Problem(
+    return Objective(
         model=model,
         images=torch.randint(0, 256, (NUM_SAMPLES, 28, 28), dtype=torch.uint8, generator=draw),
         labels=torch.randint(0, 10, (NUM_SAMPLES,), generator=draw),
@@ -76,7 +76,7 @@ def flat_gradient(model: nn.Module) -> Tensor:
 def plain_gradient(samples: Tensor) -> tuple[float, Tensor]:
     """Return loss sum and gradient of the mean loss over a batch, by autograd alone."""
     model = without_dropout(build(SEED))
-    learned = problem(model)
+    learned = objective(model)
     outputs = model(normalise(learned.images[samples]))
     loss = nll_loss(outputs, learned.labels[samples])
     loss.backward()

@@ -11,14 +11,14 @@ from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots import resume
 from elastic_mnist.snapshots.durable import DurableTier
-from elastic_mnist.snapshots.lease import Holder
-from elastic_mnist.snapshots.progress import ProgressMark
+from elastic_mnist.snapshots.lease import LeaseHolder
+from elastic_mnist.snapshots.progress import ProgressFile
 from elastic_mnist.snapshots.record import RunRecord
-from elastic_mnist.snapshots.resume import Offer, Start
+from elastic_mnist.snapshots.resume import Candidate, Start
 from elastic_mnist.snapshots.run_config import asked
 from elastic_mnist.snapshots.storage import LocalStorage, Storage
 
-HOLDER = Holder(job_id="job", host="host", pid=1, pid_started=1)
+HOLDER = LeaseHolder(job_id="job", host="host", pid=1, pid_started=1)
 
 
 class Place:
@@ -36,8 +36,8 @@ class Place:
         device_type: str = "cpu",
         dataset: dict[str, Any] = DATASET,
         storage: Storage | None = None,
-        holder: Holder = HOLDER,
-        offers: Sequence[Offer] = (),
+        holder: LeaseHolder = HOLDER,
+        offers: Sequence[Candidate] = (),
         **options: Any,  # noqa: ANN401 - the options of `Settings`
     ) -> Start:
         """Decide as rank 0 of a generation started with some options."""
@@ -68,7 +68,7 @@ class Place:
 
     def mark(self, start: Start, step: int) -> None:
         """Let the generation that `start` began finish some steps."""
-        ProgressMark(self.mark_path, run_id=start.record.run_id, generation=start.record.generation).set(step)
+        ProgressFile(self.mark_path, run_id=start.record.run_id, generation=start.record.generation).set(step)
 
     def finish(self) -> None:
         """Note in the record, as the recorded generation does with its last word, that the run is finished."""

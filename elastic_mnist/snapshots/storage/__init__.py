@@ -9,10 +9,10 @@ import re
 from elastic_mnist.errors import StoreError
 from elastic_mnist.settings import local_path
 from elastic_mnist.snapshots.storage.base import Storage
-from elastic_mnist.snapshots.storage.fsspec_storage import ObjectStorage
+from elastic_mnist.snapshots.storage.fsspec_storage import FsspecStorage
 from elastic_mnist.snapshots.storage.local import LocalStorage
 
-__all__ = ["LocalStorage", "ObjectStorage", "Storage", "open_storage"]
+__all__ = ["FsspecStorage", "LocalStorage", "Storage", "open_storage"]
 
 
 def open_storage(location: str, *, named: str = "--snapshot_path") -> Storage:
@@ -21,7 +21,7 @@ def open_storage(location: str, *, named: str = "--snapshot_path") -> Storage:
     if directory is not None:
         return LocalStorage(directory, named)
     if not re.match("s3a?://", location):
-        return ObjectStorage(location, named)
+        return FsspecStorage(location, named)
     try:
         from elastic_mnist.snapshots.storage.s3 import S3Storage  # noqa: PLC0415 - what it imports takes a second
     except ImportError as error:

@@ -11,7 +11,7 @@ from elastic_mnist.errors import StoreError
 from elastic_mnist.snapshots.storage.base import Storage
 
 
-class ObjectStorage(Storage):
+class FsspecStorage(Storage):
     """Objects under a URL of fsspec. A put is one call with the whole object, from memory."""
 
     def __init__(self, location: str, named: str = "--snapshot_path") -> None:

@@ -20,7 +20,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from elastic_mnist.errors import StoreError
 from elastic_mnist.snapshots.storage import s3_errors
-from elastic_mnist.snapshots.storage.fsspec_storage import ObjectStorage
+from elastic_mnist.snapshots.storage.fsspec_storage import FsspecStorage
 from elastic_mnist.telemetry.events import log
 
 CONNECT_SECONDS: Final = 5.0
@@ -40,7 +40,7 @@ MARK: Final = "elastic-mnist-put"
 Value = TypeVar("Value")
 
 
-class S3Storage(ObjectStorage):
+class S3Storage(FsspecStorage):
     """Objects under `s3://bucket/prefix`. The bucket is the user's, and is never made."""
 
     def __init__(self, location: str, named: str = "--snapshot_path") -> None:

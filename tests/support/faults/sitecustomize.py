@@ -58,20 +58,20 @@ def _plant(module: Any) -> None:  # noqa: ANN401 - a module whose functions are 
 
 def _spoil() -> None:
     """Make losses not finite, or slow."""
-    from elastic_mnist.training.gradients import Problem  # noqa: PLC0415
+    from elastic_mnist.training.gradients import Objective  # noqa: PLC0415
 
     poisoned, crawl = (
         os.environ.get("ELASTIC_MNIST_TEST_POISON"),
         float(os.environ.get("ELASTIC_MNIST_TEST_CRAWL", "0")),
     )
-    original = Problem.loss
+    original = Objective.loss
 
     def loss(self: Any, micro_batch: Any, *, epoch: int, step_index: int) -> Any:  # noqa: ANN401 - the package's types
         time.sleep(crawl)
         value = original(self, micro_batch, epoch=epoch, step_index=step_index)
         return value * float("nan") if poisoned in (str(step_index), "all") else value
 
-    Problem.loss = loss  # type: ignore[method-assign]
+    Objective.loss = loss  # type: ignore[method-assign]
 
 
 class _Hook(importlib.abc.MetaPathFinder):

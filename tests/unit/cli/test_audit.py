@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_mnist.cli import audit
-from elastic_mnist.telemetry.sample_log import SampleLedger
+from elastic_mnist.telemetry.sample_log import SampleLog
 from elastic_mnist.training.sampler import Position, StepSampler
 
 NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH, SEED = 23, 8, 3, 4
@@ -64,7 +64,7 @@ class Run:
         if generation > 0 or life.first_step > 0:
             self.tell("run.resumed", generation=generation, step=life.first_step)
         for rank in range(life.world_size):
-            ledger = SampleLedger(self.directory, rank=rank, run_id=self.run_id, generation=generation)
+            ledger = SampleLog(self.directory, rank=rank, run_id=self.run_id, generation=generation)
             position = Position(
                 epoch=life.first_step // STEPS_PER_EPOCH,
                 samples_in_epoch=life.first_step % STEPS_PER_EPOCH * GLOBAL_BATCH,

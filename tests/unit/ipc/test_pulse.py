@@ -15,15 +15,15 @@ from harness import eventually
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_mnist.agent.watchdog import Warden
+from elastic_mnist.agent.watchdog import Watchdog
 from elastic_mnist.ipc import heartbeat, processes
-from elastic_mnist.ipc.heartbeat import Sign
-from elastic_mnist.ipc.timers import Stillness
-from elastic_mnist.worker.heartbeat import Heart
+from elastic_mnist.ipc.heartbeat import HeartbeatRecord
+from elastic_mnist.ipc.timers import StallTimer
+from elastic_mnist.worker.heartbeat import HeartbeatWriter
 
 NUMBERS = st.integers(0, 2**63 - 1)
 
-Watch = Callable[[float], Warden]
+Watch = Callable[[float], Watchdog]
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def watch(tmp_path: Path) -> Iterator[Watch]:
     """Begins a watch that tells in events.jsonl, given its timeout in seconds; over at the end of the test."""
     with contextlib.ExitStack() as watches:
 
-        def begin(hang_timeout: float) -> Warden:
-            warden = Warden(hang_timeout=hang_timeout, event_log=tmp_path / "events.jsonl")
+        def begin(hang_timeout: float) -> Watchdog:
+            warden = Watchdog(hang_timeout=hang_timeout, event_log=tmp_path / "events.jsonl")
             return watches.enter_context(contextlib.closing(warden))
 
         yield begin
@@ -41,22 +41,22 @@ def watch(tmp_path: Path) -> Iterator[Watch]:
 @given(
     numbers=st.tuples(*[NUMBERS] * 9),
     phase=st.sampled_from(
-        [heartbeat.SETTING_UP, heartbeat.COMPUTING, heartbeat.WAITING, heartbeat.SAVING, heartbeat.PARTING]
+        [heartbeat.SETTING_UP, heartbeat.COMPUTING, heartbeat.WAITING, heartbeat.SAVING, heartbeat.EXIT_BARRIER]
     ),
     run_id=st.text("0123456789abcdef", max_size=12),
 )
 def test_a_sign_is_read_as_it_was_written(numbers: tuple[int, ...], phase: str, run_id: str) -> None:
     """Every field comes back, of every phase there is."""
-    names = [name for name in Sign.__dataclass_fields__ if name not in ("phase", "run_id")]
-    sign = Sign(**dict(zip(names, numbers, strict=True)), phase=phase, run_id=run_id)
-    assert Sign.from_bytes(sign.to_bytes()) == sign
+    names = [name for name in HeartbeatRecord.__dataclass_fields__ if name not in ("phase", "run_id")]
+    sign = HeartbeatRecord(**dict(zip(names, numbers, strict=True)), phase=phase, run_id=run_id)
+    assert HeartbeatRecord.from_bytes(sign.to_bytes()) == sign
 
 
 def test_stillness_counts_from_the_last_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that stays counts up, one that changes begins anew; looked at seldom, nothing is concluded."""
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    stillness, seen = Stillness(), []
+    stillness, seen = StallTimer(), []
     for value, seconds in [(1, 0.0), (1, 1.0), (1, 1.5), (2, 1.0), (2, 1.0), (2, 60.0), (2, 1.0)]:
         now += seconds
         seen.append(stillness.seconds(value))
@@ -97,12 +97,12 @@ def test_a_refusal_without_an_agent_is_told_all_the_same(tmp_path: Path) -> None
 
 def test_phases_nest() -> None:
     """What was being done before goes on afterwards, also after an error."""
-    heart = Heart()
-    with heart.phase(heartbeat.COMPUTING):
-        with pytest.raises(RuntimeError), heart.phase(heartbeat.WAITING):
+    heartbeat_writer = HeartbeatWriter()
+    with heartbeat_writer.phase(heartbeat.COMPUTING):
+        with pytest.raises(RuntimeError), heartbeat_writer.phase(heartbeat.WAITING):
             raise RuntimeError
-        assert heart._phase == heartbeat.COMPUTING
-    assert heart._phase == heartbeat.SETTING_UP
+        assert heartbeat_writer._phase == heartbeat.COMPUTING
+    assert heartbeat_writer._phase == heartbeat.SETTING_UP
 
 
 BEAT = """

@@ -19,7 +19,7 @@ from elastic_mnist.errors import Fenced, StoreError, UsageError
 from elastic_mnist.ipc import environment
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier
-from elastic_mnist.snapshots.lease import Claim, Holder, is_alive, is_late
+from elastic_mnist.snapshots.lease import Lease, LeaseHolder, is_alive, is_late
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import pack
@@ -34,18 +34,18 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 def claimed(
     storage: Storage, generation: int, *, job_id: str = "job", run_id: str = "run", began_at: int | None = None
-) -> Claim:
+) -> Lease:
     """Claim a place as a generation does, on top of what lies there."""
     record = RunRecord.new({"seed": 0}, started_at=1.0)
     holder = replace(HOLDER, job_id=job_id).to_plain()
     record = replace(record, run_id=run_id, generation=generation, holder=holder, began_at=began_at)
     storage.create()
-    claim = Claim(storage, record, storage.version(run_record.NAME))
+    claim = Lease(storage, record, storage.version(run_record.NAME))
     claim.take()
     return claim
 
 
-def save(storage: Storage, claim: Claim, step: int) -> None:
+def save(storage: Storage, claim: Lease, step: int) -> None:
     """Save a snapshot under a claim."""
     state = small_state(step, run_id=claim.record.run_id, generation=claim.record.generation)
     data = pack(state)
@@ -87,7 +87,7 @@ def test_of_two_claims_at_once_one_stands(storage: Storage) -> None:
     """Two generations that have seen the same record cannot both have the place."""
     storage.create()
     records = [replace(RunRecord.new({}, started_at=1.0), holder={"job_id": name}) for name in ("one", "other")]
-    one, other = (Claim(storage, record, None) for record in records)
+    one, other = (Lease(storage, record, None) for record in records)
     one.take()
     with pytest.raises(UsageError, match="taken over by another job"):
         other.take()
@@ -105,7 +105,7 @@ def test_a_record_that_was_removed_is_written_again(storage: Storage) -> None:
 def test_a_claim_that_could_not_be_made_is_made_by_the_next_snapshot(storage: Storage) -> None:
     """A generation that went on from memory while the store was away follows the one before it once it is back."""
     claimed(storage, 0)
-    late = Claim(storage, replace(claimed(storage, 0).record, generation=1), None)
+    late = Lease(storage, replace(claimed(storage, 0).record, generation=1), None)
     save(storage, late, 5)
     assert run_record.read(storage) == late.record
 
@@ -114,7 +114,7 @@ def test_a_claim_that_failed_after_its_look_is_made_by_the_next_snapshot(storage
     """The record was read and could not be written: the older generation is fenced all the same, by the next save."""
     old = claimed(storage, 0)
     fault = Fault(at=0, of=("put_if",), raises=StoreError("503"))
-    late = Claim(FaultyStorage(storage, fault), replace(old.record, generation=1), storage.version(run_record.NAME))
+    late = Lease(FaultyStorage(storage, fault), replace(old.record, generation=1), storage.version(run_record.NAME))
     with pytest.raises(StoreError, match="503"):
         late.take()
     assert fault.num_fired == 1
@@ -130,7 +130,7 @@ def test_a_record_that_was_damaged_is_written_again(content: bytes, storage: Sto
     claim = claimed(storage, 0)
     storage.put(run_record.NAME, content)
     with pytest.raises(StoreError, match="damaged"):
-        Claim(storage, replace(claim.record, generation=1), None).check()
+        Lease(storage, replace(claim.record, generation=1), None).check()
     with capture_logs() as events:
         save(storage, claim, 5)
     assert events[0]["event"] == "run.record_damaged"
@@ -215,14 +215,14 @@ def test_a_writer_that_wakes_up_late_spoils_nothing(newer_step: int, tmp_path: P
         storage = LocalStorage(tmp_path / str(at))
         old = claimed(storage, 0)
         save(storage, old, 1)
-        done: list[Claim] = []
+        done: list[Lease] = []
 
-        def work(storage: Storage = storage, done: list[Claim] = done) -> None:
+        def work(storage: Storage = storage, done: list[Lease] = done) -> None:
             done.append(claimed(storage, 1, began_at=1))
             save(storage, done[0], newer_step)
 
         interrupted = Interrupted(storage, at, work, afterwards=afterwards)
-        late = Claim(interrupted, old.record, storage.version(run_record.NAME))
+        late = Lease(interrupted, old.record, storage.version(run_record.NAME))
         try:
             save(interrupted, late, 5)
         except Fenced:
@@ -267,12 +267,12 @@ def test_what_an_older_generation_saved_is_late_beyond_where_the_recorded_one_be
     assert not is_late(manifest, None)
 
 
-def job_of(pid: int) -> Holder:
+def job_of(pid: int) -> LeaseHolder:
     """Return the launch that a process stands for."""
-    return Holder.of(environment.Place(endpoint=("localhost", 1), agent_pid=pid))
+    return LeaseHolder.of(environment.WorkerEnvironment(endpoint=("localhost", 1), agent_pid=pid))
 
 
-def recorded(place: Place, holder: Holder) -> Start:
+def recorded(place: Place, holder: LeaseHolder) -> Start:
     """Begin a job there as a launch."""
     return place.decide(holder=holder)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from places import Place
 
-from elastic_mnist.snapshots.progress import ProgressMark
+from elastic_mnist.snapshots.progress import ProgressFile
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_mark_of_an_earlier_generation_is_not_believed(at_step_5: Place) -> 
 def test_the_mark_of_another_run_is_not_believed(at_step_5: Place) -> None:
     """A mark with another name says nothing of this run."""
     start = at_step_5.decide()
-    ProgressMark(at_step_5.mark_path, run_id="another", generation=start.record.generation).set(11)
+    ProgressFile(at_step_5.mark_path, run_id="another", generation=start.record.generation).set(11)
     assert at_step_5.decide().num_lost_steps is None
 
 

@@ -17,7 +17,7 @@ from states import small_state
 from structlog.testing import capture_logs
 
 from elastic_mnist.snapshots import memory
-from elastic_mnist.snapshots.memory import Held, MemoryTier
+from elastic_mnist.snapshots.memory import MemorySnapshot, MemoryTier
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.state import State, pack
 
@@ -32,7 +32,7 @@ def path() -> Iterator[str]:
     os.close(descriptor)
 
 
-def held_at(path: str) -> Held:
+def held_at(path: str) -> MemorySnapshot:
     """Return what lies there, which must be something."""
     held = memory.read(path)
     assert held is not None
@@ -187,7 +187,7 @@ def steady_state(step: int) -> State:
     )
 
 
-def step_of(held: Held) -> int:
+def step_of(held: MemorySnapshot) -> int:
     """Return the step that was read, after a look at every value."""
     step = held.position.step
     assert pack(held.state) == pack(steady_state(step))

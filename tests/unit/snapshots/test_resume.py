@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from elastic_mnist.errors import StoreError, UsageError
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier
-from elastic_mnist.snapshots.resume import Offer, Start
+from elastic_mnist.snapshots.resume import Candidate, Start
 from elastic_mnist.snapshots.state import pack, position_of
 
 
@@ -237,9 +237,9 @@ def test_a_file_in_the_way_of_the_snapshots_is_a_store_error(place: Place) -> No
         place.decide()
 
 
-def offered(place: Place, step: int) -> Offer:
+def offered(place: Place, step: int) -> Candidate:
     """Return what the node of rank 0 offers of its memory tier: the recorded generation's state of a step."""
-    return Offer(rank=0, record=place.record(), position=position_of(small_state(step)))
+    return Candidate(rank=0, record=place.record(), position=position_of(small_state(step)))
 
 
 @pytest.fixture
@@ -285,7 +285,9 @@ def test_a_damaged_snapshot_of_the_step_that_memory_holds_is_not_counted_upon(
     assert [(event["event"], event["path"]) for event in events] == [("snapshot.rejected", str(path))]
 
 
-def test_a_damaged_snapshot_that_cannot_be_set_aside_is_not_counted_upon_either(at_steps_3_and_5: Place) -> None:
+def test_a_damaged_snapshot_that_cannot_be_set_aside_is_not_counted_upon_either(
+    at_steps_3_and_5: Place,
+) -> None:
     """In a store that lets nobody rename, too, what is saved is the one before."""
     (at_steps_3_and_5.directory / "step-00000005.pt").write_bytes(b"damaged")
     fault = Fault(at=None, of=("rename",), raises=StoreError("no renames today"))
@@ -295,7 +297,9 @@ def test_a_damaged_snapshot_that_cannot_be_set_aside_is_not_counted_upon_either(
     assert (start.source, start.saved) == ("memory", position_of(small_state(3)))
 
 
-def test_where_the_only_snapshot_is_damaged_memory_is_gone_on_from_and_nothing_is_saved(at_step_5: Place) -> None:
+def test_where_the_only_snapshot_is_damaged_memory_is_gone_on_from_and_nothing_is_saved(
+    at_step_5: Place,
+) -> None:
     """There is no older one to count upon."""
     (at_step_5.directory / "step-00000005.pt").write_bytes(b"damaged")
     start = at_step_5.decide(offers=[offered(at_step_5, 5)])

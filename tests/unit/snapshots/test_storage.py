@@ -16,7 +16,7 @@ import structlog
 from harness import eventually
 
 from elastic_mnist.errors import StoreConflict, StoreError
-from elastic_mnist.snapshots.storage import LocalStorage, ObjectStorage, Storage, local, open_storage
+from elastic_mnist.snapshots.storage import FsspecStorage, LocalStorage, Storage, local, open_storage
 
 pytest.register_assert_rewrite("storage_contract")
 from storage_contract import FencedContract, StorageContract  # noqa: E402 - after its asserts are to be rewritten
@@ -58,7 +58,7 @@ class TestMemory(HierarchyContract):
 
 def test_a_url_opens_an_object_store() -> None:
     """memory:// is no directory's name."""
-    assert isinstance(open_storage("memory://snapshots"), ObjectStorage)
+    assert isinstance(open_storage("memory://snapshots"), FsspecStorage)
 
 
 @pytest.mark.parametrize("prefix", ["", "file://", "local://"])

@@ -11,9 +11,9 @@ from builders import (
     SEED,
     enlarge_loss,
     flat_gradient,
+    objective,
     plain_gradient,
     poison,
-    problem,
     samples_of,
     step_of,
     without_dropout,
@@ -46,7 +46,7 @@ def all_reduced(step: Step, model: ConvNet | None = None) -> tuple[StepResult, C
     """Make one step's gradient by DDP in this process's group, without dropout."""
     model = without_dropout(model or build(SEED))
     wrapped = nn.parallel.DistributedDataParallel(model)
-    gradient = AllReduceGradient(replace(problem(model), model=wrapped), all_reduce_in_group, guard, world_size=1)
+    gradient = AllReduceGradient(replace(objective(model), model=wrapped), all_reduce_in_group, guard, world_size=1)
     return gradient(step, step_index=3), model
 
 
@@ -95,6 +95,6 @@ def test_allreduce_sums_a_loss_that_is_huge() -> None:
     model = build(SEED)
     enlarge_loss(model, 1e30)
     result, _ = all_reduced(step_of(), model)
-    wanted = problem(model).labels[samples_of(step_of())].sum().item() * 1e30
+    wanted = objective(model).labels[samples_of(step_of())].sum().item() * 1e30
     assert result.num_bad == 0
     assert result.loss_sum == pytest.approx(wanted, rel=1e-5)

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from builders import SEED, problem
+from builders import SEED, objective
 from torch import Tensor, nn
 
-from elastic_mnist.training.gradients import Problem, micro_batch_seed
+from elastic_mnist.training.gradients import Objective, micro_batch_seed
 from elastic_mnist.training.model import SeededDropout, build
 from elastic_mnist.training.sampler import MicroBatch
 
 
-def dropped(learned: Problem, micro_batch: MicroBatch, *, epoch: int = 0, step_index: int = 0) -> list[Tensor]:
+def dropped(learned: Objective, micro_batch: MicroBatch, *, epoch: int = 0, step_index: int = 0) -> list[Tensor]:
     """Return what each dropout of a micro-batch's forward pass sets to zero."""
     masks: list[Tensor] = []
 
@@ -33,20 +33,20 @@ SECOND = MicroBatch(index=1, samples=torch.arange(4))
 
 def test_micro_batches_of_a_step_have_different_dropout() -> None:
     """The same samples as another micro-batch of the step have another first mask."""
-    learned = problem(build(SEED))
+    learned = objective(build(SEED))
     assert not torch.equal(dropped(learned, FIRST)[0], dropped(learned, SECOND)[0])
 
 
 @pytest.mark.parametrize(("epoch", "step_index"), [(1, 0), (0, 1)])
 def test_epochs_and_steps_have_different_dropout(epoch: int, step_index: int) -> None:
     """The same micro-batch of another epoch or step has another first mask."""
-    learned = problem(build(SEED))
+    learned = objective(build(SEED))
     assert not torch.equal(dropped(learned, FIRST)[0], dropped(learned, FIRST, epoch=epoch, step_index=step_index)[0])
 
 
 def test_equal_coordinates_have_equal_dropout() -> None:
     """A micro-batch's masks are the same again after another micro-batch and other draws of the process."""
-    learned = problem(build(SEED))
+    learned = objective(build(SEED))
     masks = dropped(learned, FIRST)
     dropped(learned, SECOND)
     with torch.random.fork_rng(devices=[]):
@@ -58,7 +58,7 @@ def test_equal_coordinates_have_equal_dropout() -> None:
 def test_a_loss_leaves_the_process_random_state_alone() -> None:
     """Dropout draws from the micro-batch's own generator."""
     before = torch.get_rng_state()
-    problem(build(SEED)).loss(FIRST, epoch=0, step_index=0)
+    objective(build(SEED)).loss(FIRST, epoch=0, step_index=0)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -12,9 +12,9 @@ from builders import (
     SEED,
     enlarge_loss,
     flat_gradient,
+    objective,
     plain_gradient,
     poison,
-    problem,
     samples_of,
     step_of,
     without_dropout,
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from elastic_mnist.training.gradients import ExactGradient, StepResult
 from elastic_mnist.training.model import ConvNet, build
-from elastic_mnist.training.pool import Lanes
+from elastic_mnist.training.pool import MicroBatchPool
 
 
 def bits(values: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Ranks:
     def exact(
         self,
         *,
-        num_lanes: int = 1,
+        num_threads: int = 1,
         precision: str = "fp32",
         start: int = 0,
         prepare: Callable[[int, ConvNet], object] = lambda _rank, _model: None,
@@ -78,8 +78,8 @@ class Ranks:
         def life(rank: int) -> tuple[StepResult, Tensor]:
             prepare(rank, models[rank])
             gradient = ExactGradient(
-                problem(models[rank], precision),
-                Lanes(num_lanes),
+                objective(models[rank], precision),
+                MicroBatchPool(num_threads),
                 self.all_reduce,
                 global_batch_size=BATCH,
                 micro_batch_size=MICRO_BATCH,
@@ -98,11 +98,11 @@ def alone(request: pytest.FixtureRequest) -> tuple[str, StepResult, Tensor]:
     return request.param, result, gradient
 
 
-@pytest.mark.parametrize("num_lanes", [2, 4])
-def test_lanes_change_no_bit_of_the_gradient(alone: tuple[str, StepResult, Tensor], num_lanes: int) -> None:
+@pytest.mark.parametrize("num_threads", [2, 4])
+def test_lanes_change_no_bit_of_the_gradient(alone: tuple[str, StepResult, Tensor], num_threads: int) -> None:
     """Any number of lanes gives the gradient of one lane, bit for bit."""
     precision, _, undivided = alone
-    ((_, gradient),) = Ranks(1).exact(num_lanes=num_lanes, precision=precision)
+    ((_, gradient),) = Ranks(1).exact(num_threads=num_threads, precision=precision)
     assert torch.equal(bits(gradient), bits(undivided))
 
 
@@ -119,7 +119,7 @@ def test_a_split_over_ranks_changes_no_bit_of_the_gradient(
 def test_a_split_over_ranks_and_lanes_changes_no_bit_of_the_gradient(alone: tuple[str, StepResult, Tensor]) -> None:
     """Two ranks of two lanes get the gradient of one process with one lane, bit for bit."""
     precision, _, undivided = alone
-    for _, gradient in Ranks(2).exact(num_lanes=2, precision=precision):
+    for _, gradient in Ranks(2).exact(num_threads=2, precision=precision):
         assert torch.equal(bits(gradient), bits(undivided))
 
 
@@ -152,7 +152,7 @@ def test_each_step_begins_a_sum_of_its_own() -> None:
     """The same step computed twice by one object gives the same bits: nothing of the first is left."""
     model = build(SEED)
     gradient = ExactGradient(
-        problem(model), Lanes(1), lambda _: None, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH
+        objective(model), MicroBatchPool(1), lambda _: None, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH
     )
     first, first_gradient = gradient(step_of(), step_index=3), flat_gradient(model)
     second, second_gradient = gradient(step_of(), step_index=3), flat_gradient(model)
@@ -164,7 +164,7 @@ def test_another_step_index_draws_other_dropout() -> None:
     """The same samples at another step give another gradient, as their dropout is another."""
     model = build(SEED)
     gradient = ExactGradient(
-        problem(model), Lanes(1), lambda _: None, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH
+        objective(model), MicroBatchPool(1), lambda _: None, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH
     )
     gradient(step_of(), step_index=3)
     first = flat_gradient(model)
@@ -192,7 +192,7 @@ def test_a_loss_that_is_huge_at_one_rank_is_known_to_all() -> None:
 def test_a_loss_that_is_huge_is_not_part_of_the_sum() -> None:
     """With one rank's losses beyond the limit, the loss told is that of the other rank's micro-batches alone."""
     gradient = ExactGradient(
-        problem(build(SEED)), Lanes(1), lambda _: None, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH
+        objective(build(SEED)), MicroBatchPool(1), lambda _: None, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH
     )
     alone = gradient(step_of(1, 2), step_index=3)
     assert [result.loss_sum for result, _ in Ranks(2).exact(prepare=enlarge_loss_of_rank_0)] == [alone.loss_sum] * 2
@@ -202,7 +202,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_others_as_they_are() -> None:
     """With one rank's micro-batches bad, the gradient is that of the other rank's alone, finite throughout."""
     step, model = step_of(1, 2), build(SEED)
     gradient = ExactGradient(
-        problem(model), Lanes(1), lambda _: None, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH
+        objective(model), MicroBatchPool(1), lambda _: None, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH
     )
     gradient(step, step_index=3)
 

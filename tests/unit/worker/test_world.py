@@ -27,14 +27,14 @@ from typing_extensions import Self
 
 from elastic_mnist.errors import PeerLost
 from elastic_mnist.ipc import heartbeat
-from elastic_mnist.ipc.environment import Place
+from elastic_mnist.ipc.environment import WorkerEnvironment
 from elastic_mnist.ipc.heartbeat import WAITING
 from elastic_mnist.telemetry import events
 from elastic_mnist.training import model
 from elastic_mnist.training.evaluation import evaluate
-from elastic_mnist.training.pool import Lanes
+from elastic_mnist.training.pool import MicroBatchPool
 from elastic_mnist.worker import rendezvous_store
-from elastic_mnist.worker.heartbeat import heart
+from elastic_mnist.worker.heartbeat import heartbeat_writer
 from elastic_mnist.worker.process_group import World
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ Say = Callable[[object], None]
 Role = Callable[..., object]  # (place, say, *arguments), in a process of its own
 
 
-def _play(role: Role, place: Place, connection: Connection, arguments: tuple[object, ...]) -> None:
+def _play(role: Role, place: WorkerEnvironment, connection: Connection, arguments: tuple[object, ...]) -> None:
     """Run a role in its process; what it returns, or what it raises, is the last thing it says."""
     try:
         connection.send(role(place, connection.send, *arguments))
@@ -60,7 +60,7 @@ def _play(role: Role, place: Place, connection: Connection, arguments: tuple[obj
 class Ranks:
     """The ranks of one generation: a process each, which plays a role and reports to the test."""
 
-    def __init__(self, role: Role, *arguments: object, size: int, **place: Any) -> None:  # noqa: ANN401 - of `Place`
+    def __init__(self, role: Role, *arguments: object, size: int, **place: Any) -> None:  # noqa: ANN401 - of `WorkerEnvironment`
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             ["torch", "elastic_mnist.worker.process_group", "elastic_mnist.training.evaluation"]
@@ -68,7 +68,9 @@ class Ranks:
         self._role = role
         self._arguments = arguments
         self._places = [
-            Place(**{"rank": rank, "local_rank": rank, "world_size": size, "local_world_size": size, **place})
+            WorkerEnvironment(
+                **{"rank": rank, "local_rank": rank, "world_size": size, "local_world_size": size, **place}
+            )
             for rank in range(size)
         ]
         self.processes: dict[int, BaseProcess] = {}
@@ -131,7 +133,7 @@ def hosted(store: dist.TCPStore) -> dict[str, Any]:
 # Meeting
 
 
-def agree(place: Place, _say: Say) -> str:
+def agree(place: WorkerEnvironment, _say: Say) -> str:
     """Agree on a generation's key, and on nothing else."""
     timeout = timedelta(seconds=TIMEOUT)
     return rendezvous_store.agree_on_key(
@@ -139,7 +141,7 @@ def agree(place: Place, _say: Say) -> str:
     )
 
 
-def meet(place: Place, _say: Say) -> int:
+def meet(place: WorkerEnvironment, _say: Say) -> int:
     """Meet, and add up one power of two a rank."""
     here = World(place, CPU, timeout=TIMEOUT)
     total = torch.tensor([2**place.rank])
@@ -214,7 +216,7 @@ def test_a_rank_that_stays_away_is_a_lost_peer(store: dist.TCPStore) -> None:
     assert str(error) == "meeting: not all of the 2 ranks came within 2 s"
 
 
-def meet_for_two_seconds(place: Place, _say: Say) -> None:
+def meet_for_two_seconds(place: WorkerEnvironment, _say: Say) -> None:
     """Meet with little patience."""
     World(place, CPU, timeout=TIMEOUT, meeting_timeout=2.0)
 
@@ -227,7 +229,7 @@ def payload(size: int) -> bytes:
     return random.Random(size).randbytes(size)  # noqa: S311 - the same everywhere, not secret
 
 
-def send(place: Place, _say: Say, sizes: list[int]) -> list[str]:
+def send(place: WorkerEnvironment, _say: Say, sizes: list[int]) -> list[str]:
     """Receive what rank 0 broadcasts."""
     here = World(place, CPU, timeout=TIMEOUT)
     received = [here.broadcast(payload(size) if place.rank == 0 else None) for size in sizes]
@@ -247,7 +249,7 @@ def test_a_broadcast_arrives_whole(size: int, store: dist.TCPStore) -> None:
 # Losing each other
 
 
-def add_up_for_ever(place: Place, say: Say, timeout: float) -> None:
+def add_up_for_ever(place: WorkerEnvironment, say: Say, timeout: float) -> None:
     """Add up until something happens; says when the first sums are made."""
     here = World(place, CPU, timeout=timeout)
     numbers = torch.ones(100_000, dtype=torch.int64)
@@ -272,7 +274,7 @@ def test_a_killed_peer_is_lost_to_all_others(victim: int, store: dist.TCPStore) 
             assert "\n" not in str(error)
 
 
-def beat_and_add_up(place: Place, say: Say, timeout: float, doing: str, log: Path) -> None:
+def beat_and_add_up(place: WorkerEnvironment, say: Say, timeout: float, doing: str, log: Path) -> None:
     """Give signs of life, make three sums, then wait for one that rank 1 does not make, or not for a while.
 
     Args:
@@ -282,16 +284,16 @@ def beat_and_add_up(place: Place, say: Say, timeout: float, doing: str, log: Pat
         doing: what rank 1 does: "nothing" for ever, "something" for three times the timeout, or "waiting" for rank 0.
         log: where both tell.
     """
-    heart.start(None, local_rank=0, hang_timeout=TIMEOUT)
+    heartbeat_writer.start(None, local_rank=0, hang_timeout=TIMEOUT)
     here = World(place, CPU, timeout=timeout)
     events.configure(log, rank=place.rank, world_size=2, log_format="json")
-    heart.step = 0  # set up
+    heartbeat_writer.step = 0  # set up
     numbers = torch.ones(10, dtype=torch.int64)
     for _ in range(3):
         here.all_reduce(numbers)
     say("adding")
     if place.rank == 1 and doing == "waiting":
-        with heart.phase(WAITING):
+        with heartbeat_writer.phase(WAITING):
             time.sleep(10**6)
     if place.rank == 1:
         time.sleep(timeout * 3 if doing == "something" else 10**6)
@@ -322,10 +324,10 @@ def test_a_silent_peer_is_noticed(store: dist.TCPStore, tmp_path: Path) -> None:
         assert stopped.status() == psutil.STATUS_STOPPED
 
 
-def connect_to_nobody(place: Place, say: Say, log: Path) -> None:
+def connect_to_nobody(place: WorkerEnvironment, say: Say, log: Path) -> None:
     """Meet a rank that has taken its seat, and is gone before it could connect."""
     setattr(heartbeat, "SETTING_UP_SECONDS", 1.0)  # noqa: B010 - a constant, and of this process alone
-    heart.start(None, local_rank=0, hang_timeout=TIMEOUT)
+    heartbeat_writer.start(None, local_rank=0, hang_timeout=TIMEOUT)
     events.configure(log, rank=place.rank, world_size=2, log_format="json")
     say("meeting")
     World(place, CPU, timeout=1.0)
@@ -390,7 +392,7 @@ def questions(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.randint(0, 10, (num_samples,), generator=draw)
 
 
-def judge(place: Place, _say: Say, num_samples: int, num_lanes: int) -> str:
+def judge(place: WorkerEnvironment, _say: Say, num_samples: int, num_threads: int) -> str:
     """Evaluate an untrained network together."""
     here = World(place, CPU, timeout=TIMEOUT)
     images, labels = questions(num_samples)
@@ -400,7 +402,7 @@ def judge(place: Place, _say: Say, num_samples: int, num_lanes: int) -> str:
         labels,
         device=CPU,
         precision="fp32",
-        lanes=Lanes(num_lanes),
+        pool=MicroBatchPool(num_threads),
         all_reduce=here.all_reduce,
         rank=here.rank,
         world_size=here.size,
@@ -412,9 +414,9 @@ def judge(place: Place, _say: Say, num_samples: int, num_lanes: int) -> str:
 def test_an_evaluation_is_the_same_at_any_world_size(num_samples: int, store: dist.TCPStore) -> None:
     """At 1, 2 and 3 ranks each sample counts once, and loss and accuracy are the same to the last bit at every rank."""
     results = []
-    for size, num_lanes in ((1, 1), (2, 1), (3, 2)):
+    for size, num_threads in ((1, 1), (2, 1), (3, 2)):
         place = {**hosted(store), "generation_key": f"of {size}"}
-        with Ranks(judge, num_samples, num_lanes, size=size, **place) as ranks:
+        with Ranks(judge, num_samples, num_threads, size=size, **place) as ranks:
             results += ranks.start().hear_all()
     assert len(results) == 6
     assert len(set(results)) == 1
