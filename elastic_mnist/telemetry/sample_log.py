@@ -8,11 +8,11 @@ line says that a rank computed, not that the step counted: what was committed fo
 import contextlib
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic_mnist.errors import UsageError
 from elastic_mnist.telemetry.events import log
-from elastic_mnist.training.sampler import Step
 
 
 class SampleLog:
@@ -41,19 +41,17 @@ class SampleLog:
                 f"--sample_log {directory}: {error.strerror}; choose a directory that can be written"
             ) from error
 
-    def note(self, step: Step, step_index: int) -> None:
-        """Note this rank's micro-batches of a step; `step_index` is the number of steps finished before it."""
+    def append(self, *, epoch: int, step: int, micro_batches: Mapping[int, Sequence[int]]) -> None:
+        """Append this rank's micro-batches of a step.
+
+        Args:
+            epoch: of the step.
+            step: number of steps finished before it.
+            micro_batches: by their index among the step's, the indices of their samples.
+        """
         lines = [
-            json.dumps(
-                {
-                    **self._head,
-                    "epoch": step.epoch,
-                    "step": step_index,
-                    "micro_batch": micro_batch.index,
-                    "indices": micro_batch.samples.tolist(),
-                }
-            )
-            for micro_batch in step.micro_batches
+            json.dumps({**self._head, "epoch": epoch, "step": step, "micro_batch": index, "indices": list(samples)})
+            for index, samples in micro_batches.items()
         ]
         if lines:
             self._append(("\n".join(lines) + "\n").encode())

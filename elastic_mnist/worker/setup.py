@@ -275,9 +275,14 @@ def open_ledger(job: Job, start: Start) -> Callable[[Step, int], None]:
     """Return what notes the samples of a step, if that is asked for."""
     if job.settings.sample_log is None:
         return lambda _step, _index: None
-    return SampleLog(
+    samples = SampleLog(
         job.settings.sample_log,
         rank=job.world.rank,
         run_id=start.record.run_id,
         generation=start.record.generation,
-    ).note
+    )
+    return lambda step, index: samples.append(
+        epoch=step.epoch,
+        step=index,
+        micro_batches={micro_batch.index: micro_batch.samples.tolist() for micro_batch in step.micro_batches},
+    )

@@ -82,7 +82,11 @@ class Run:
                     world_size=life.world_size,
                 ):
                     if position.step < life.end_step:
-                        ledger.note(step, position.step)
+                        ledger.append(
+                            epoch=step.epoch,
+                            step=position.step,
+                            micro_batches={batch.index: batch.samples.tolist() for batch in step.micro_batches},
+                        )
                         position = position.after(step, NUM_SAMPLES)
 
     def tell(self, event: str, **keys: Any) -> None:  # noqa: ANN401 - the values of a JSON object
