@@ -108,18 +108,19 @@ def test_phases_nest() -> None:
 BEAT = """
 import sys, time
 from elastic_mnist.ipc.heartbeat import COMPUTING, WAITING
-from elastic_mnist.worker.heartbeat import heart
-heart.rank, heart.world_size, heart.generation, heart.run_id, heart.step = 1, 9, 2, "abc", 17
-heart.start(sys.argv[1], local_rank=1, hang_timeout=3600)
-with heart.phase(COMPUTING):
+from elastic_mnist.worker.heartbeat import heartbeat_writer
+heartbeat_writer.rank, heartbeat_writer.world_size, heartbeat_writer.generation = 1, 9, 2
+heartbeat_writer.run_id, heartbeat_writer.step = "abc", 17
+heartbeat_writer.start(sys.argv[1], local_rank=1, hang_timeout=3600)
+with heartbeat_writer.phase(COMPUTING):
     print("computing", flush=True)
     while True:
-        heart.progress()
+        heartbeat_writer.progress()
         time.sleep(0.05)
 """
 WAIT = """
-    with heart.phase(WAITING):
-        heart.finished(18)
+    with heartbeat_writer.phase(WAITING):
+        heartbeat_writer.finished(18)
         print("waiting", flush=True)
         input()
 """

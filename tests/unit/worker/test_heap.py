@@ -9,9 +9,9 @@ import pytest
 NUM_PAGE_FAULTS = """
 import resource
 from concurrent.futures import ThreadPoolExecutor
-from elastic_mnist.worker.malloc import keep_freed_memory
+from elastic_mnist.worker.malloc import tune_malloc
 
-keep_freed_memory()
+tune_malloc()
 import torch
 
 def rounds():
