@@ -1,7 +1,6 @@
 """What a job has left behind, as the checkers see it: read from logs and files after its end, and nothing else."""
 
 import contextlib
-import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,10 @@ from typing import Any, Final
 
 from elastic_mnist.chaos.injector import NOTES
 from elastic_mnist.chaos.plan import KINDS, Fault
-from elastic_mnist.errors import UsageError
+from elastic_mnist.errors import SnapshotError, UsageError
+from elastic_mnist.telemetry.audit import audit_files
+
+_MAX_FINDINGS: Final = 5
 
 Facts = Mapping[str, Any]
 
@@ -171,11 +173,11 @@ def _event(line: str) -> Facts | None:
 
 def _snapshots(directory: Path) -> tuple[Facts, ...] | None:
     """Read all snapshots, and hold each against its manifest."""
-    from elastic_mnist.cli import inspect  # noqa: PLC0415 - torch is not needed before
+    from elastic_mnist.snapshots.listing import look  # noqa: PLC0415 - torch is not needed before
 
     with _silent():
         try:
-            entries = inspect.look(str(directory), verify=True).entries
+            entries = look(str(directory), verify=True).entries
         except UsageError:
             return None
     return tuple(
@@ -186,8 +188,7 @@ def _snapshots(directory: Path) -> tuple[Facts, ...] | None:
 
 def _difference(calm: Path, disturbed: Path) -> str | None:
     """Compare the newest snapshots of two places, bit by bit."""
-    from elastic_mnist.cli import verify  # noqa: PLC0415
-    from elastic_mnist.errors import SnapshotError  # noqa: PLC0415 - the same
+    from elastic_mnist.snapshots.comparison import compare  # noqa: PLC0415 - the same
     from elastic_mnist.snapshots.lookup import find  # noqa: PLC0415
 
     with _silent():
@@ -195,25 +196,19 @@ def _difference(calm: Path, disturbed: Path) -> str | None:
             ours, theirs = (find(str(place), named="snapshot").state for place in (disturbed, calm))
         except (UsageError, SnapshotError):
             return None
-    found = verify.compare(ours, theirs)
+    found = compare(ours, theirs)
     if found is None:
         return ""
-    where = f"{found.key}{list(found.index) if found.index else ''}"
-    return f"{found.num_keys} keys differ, first {where}: {found.ours} and undisturbed {found.theirs}"
+    return f"{found.num_keys} keys differ, first {found.location}: {found.ours} and undisturbed {found.theirs}"
 
 
 def _audit(directory: Path) -> tuple[str, str]:
-    from elastic_mnist.cli import audit  # noqa: PLC0415 - the same
-
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        try:
-            status = audit.run(directory / "ledger", event_log=directory / "snapshots" / "events.jsonl", run_id=None)
-        except UsageError as error:
-            return "unknown", str(error)
-    lines = [" ".join(line.split()) for line in output.getvalue().splitlines()]
-    told = [line for line in lines[1:] if line.startswith(("invalid", "unknown"))] or lines[1:3]
-    return {0: "valid", 1: "invalid"}.get(status, "unknown"), "; ".join(told)
+    try:
+        report = audit_files(directory / "ledger", event_log=directory / "snapshots" / "events.jsonl").report
+    except UsageError as error:
+        return "unknown", str(error)
+    counts = (f"{report.num_steps} committed steps with {report.num_samples} samples", f"{report.num_epochs} epochs")
+    return report.verdict, "; ".join([*report.invalid, *report.unknown][:_MAX_FINDINGS] or counts)
 
 
 @contextlib.contextmanager

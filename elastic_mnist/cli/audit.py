@@ -1,262 +1,31 @@
-"""`elastic-mnist audit DIR`: was each sample of each epoch used exactly once?
+"""`elastic-mnist audit DIR`: was each sample of each epoch used exactly once?"""
 
-Read are only the ledgers that the ranks wrote (`--sample_log`) and the event log; nothing of the trainer's own
-reckoning is asked. A step that was computed need not count: a generation goes on from a snapshot, and makes
-again all that came after that. So a step was *committed* by the last generation that began at or before it.
-
-Verdicts: `valid`; `invalid` with the evidence; `unknown` where the evidence does not suffice, because a rank's
-ledger is missing or cannot be read, or the run has not ended.
-"""
-
-import json
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from elastic_mnist.errors import UsageError
+from elastic_mnist.telemetry.audit import audit_files
 
 _STATUS: Final = {"valid": 0, "invalid": 1, "unknown": 3}
 _MAX_SHOWN: Final = 5
 
-Entry = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """One life of the workers, as the event log tells it; `first_step` steps were finished when it began."""
-
-    number: int
-    world_size: int
-    first_step: int
-
-
-@dataclass(kw_only=True)
-class Report:
-    """The verdict and what it rests on."""
-
-    invalid: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    num_epochs: int = 0
-    num_steps: int = 0
-    num_samples: int = 0
-    replayed: dict[int, int] = field(default_factory=dict)
-    """Steps computed and not counted, by generation."""
-    skipped: list[int] = field(default_factory=list)
-    """Committed steps whose gradient was not finite: their samples were read, and left no trace in the weights."""
-
-    @property
-    def verdict(self) -> str:
-        """`valid`, `invalid` or `unknown`."""
-        return "invalid" if self.invalid else "unknown" if self.unknown else "valid"
-
 
 def run(directory: Path, *, event_log: Path | None, run_id: str | None) -> int:
     """Print the verdict; return its exit status."""
-    everything, unreadable = _read_ledgers(directory)
-    run_id = run_id or _last_run(directory, everything)
-    entries = [entry for entry in everything if entry.get("run_id") == run_id]
-    event_log, events = _find_event_log(directory, event_log, run_id)
-    report = audit([event for event in events if event.get("run_id") == run_id], entries, unreadable)
-    print(f"{report.verdict:9} run {run_id}")  # noqa: T201 - printing is what a tool does
+    audited = audit_files(directory, event_log=event_log, run_id=run_id)
+    report = audited.report
+    lines = [f"{report.verdict:9} run {audited.run_id}"]
     if report.verdict != "valid":
-        print(f"          by the event log {event_log}")  # noqa: T201
-    print(f"          {report.num_steps} committed steps with {report.num_samples} samples")  # noqa: T201
-    print(f"          {report.num_epochs} whole epochs")  # noqa: T201
+        lines.append(f"          by the event log {audited.event_log}")
+    lines.append(f"          {report.num_steps} committed steps with {report.num_samples} samples")
+    lines.append(f"          {report.num_epochs} whole epochs")
     for generation, count in sorted(report.replayed.items()):
-        print(f"          generation {generation}: {count} steps did not count and were made again")  # noqa: T201
+        lines.append(f"          generation {generation}: {count} steps did not count and were made again")
     if report.skipped:
         steps = ", ".join(map(str, report.skipped))
-        print(f"          {len(report.skipped)} of the steps had no finite gradient and were skipped: {steps}")  # noqa: T201
-    for kind in ("invalid", "unknown"):
-        findings = getattr(report, kind)
-        for finding in findings[:_MAX_SHOWN]:
-            print(f"{kind:9} {finding}")  # noqa: T201
+        lines.append(f"          {len(report.skipped)} of the steps had no finite gradient and were skipped: {steps}")
+    for kind, findings in (("invalid", report.invalid), ("unknown", report.unknown)):
+        lines += [f"{kind:9} {finding}" for finding in findings[:_MAX_SHOWN]]
         if len(findings) > _MAX_SHOWN:
-            print(f"{kind:9} and {len(findings) - _MAX_SHOWN} more")  # noqa: T201
+            lines.append(f"{kind:9} and {len(findings) - _MAX_SHOWN} more")
+    print("\n".join(lines))  # noqa: T201 - printing is what a tool does
     return _STATUS[report.verdict]
-
-
-def audit(events: list[Entry], entries: Iterable[Entry], unreadable: Sequence[str] = ()) -> Report:
-    """Judge one run.
-
-    Args:
-        events: the run's events.
-        entries: the lines of its ledgers.
-        unreadable: the places of lines that could not be read; what is missing may stand there.
-    """
-    report = Report()
-    starts = [event for event in events if event["event"] == "run.started"]
-    ends = [event["step"] for event in events if event["event"] == "run.finished"]
-    if not starts or not ends:
-        report.unknown.append(f"the event log does not tell of the run's {'end' if starts else 'start'}")
-        return report
-    shape = _Shape(
-        num_samples=starts[0]["num_train_samples"],
-        global_batch_size=starts[0]["global_batch_size"],
-        micro_batch_size=starts[0]["micro_batch_size"],
-    )
-    generations = _generations(events)
-    by_place: dict[tuple[int, int], list[Entry]] = defaultdict(list)  # by step and generation
-    heard: dict[int, set[int]] = defaultdict(set)  # ranks by generation
-    untold_from: dict[int, int] = {}  # first step by generation that the event log does not tell of
-    for entry in entries:
-        number, step = entry["generation"], entry["step"]
-        by_place[step, number].append(entry)
-        heard[number].add(entry["rank"])
-        if number not in generations:
-            untold_from[number] = min(step, untold_from.get(number, step))
-    report.unknown += [f"generation {number} is in the ledgers only" for number in sorted(untold_from)]
-
-    first = min(generation.first_step for generation in generations.values())
-    skipped = {(event["step"], event["generation"]) for event in events if event["event"] == "step.skipped"}
-    used: dict[int, Counter[int]] = defaultdict(Counter)  # samples by epoch
-    for step in range(first, ends[-1]):
-        owner = max(number for number, generation in generations.items() if generation.first_step <= step)
-        found = by_place.pop((step, owner), [])
-        silent = sorted(set(range(generations[owner].world_size)) - heard[owner])
-        excuses = [f"the ledger of rank {rank} is missing" for rank in silent] + list(unreadable)
-        excuses += [f"generation {number} may have made it" for number, since in untold_from.items() if step >= since]
-        where = f"step {step} (generation {owner})"
-        _judge_step(report, shape, where=where, step=step, found=found, excuses=excuses)
-        if (step, owner) in skipped:
-            report.skipped.append(step)
-        for entry in found:
-            used[entry["epoch"]].update(entry["indices"])
-    report.num_steps = ends[-1] - first
-    report.num_samples = sum(counter.total() for counter in used.values())
-    report.replayed = dict(Counter(generation for _, generation in by_place))  # what is left did not count
-    for epoch in range(first // shape.steps_per_epoch, -(-ends[-1] // shape.steps_per_epoch)):
-        # A run that resumed from a file in mid-epoch has made only the rest of it.
-        is_whole = first <= epoch * shape.steps_per_epoch and (epoch + 1) * shape.steps_per_epoch <= ends[-1]
-        report.num_epochs += is_whole
-        _judge_epoch(report, shape, epoch, used[epoch], is_whole=is_whole)
-    return report
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """The sizes that the event log gives."""
-
-    num_samples: int
-    global_batch_size: int
-    micro_batch_size: int
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.num_samples // self.global_batch_size)
-
-    def num_micro_batches(self, step: int) -> int:
-        start = step % self.steps_per_epoch * self.global_batch_size
-        return -(-min(self.global_batch_size, self.num_samples - start) // self.micro_batch_size)
-
-
-def _generations(events: list[Entry]) -> dict[int, Generation]:
-    generations: dict[int, Generation] = {}
-    for event in events:
-        number = event["generation"]
-        if event["event"] == "run.started":
-            generations[number] = Generation(number=number, world_size=event["world_size"], first_step=event["step"])
-    return generations
-
-
-def _judge_step(
-    report: Report,
-    shape: _Shape,
-    *,
-    where: str,
-    step: int,
-    found: list[Entry],
-    excuses: Sequence[str],
-) -> None:
-    """Check that a committed step's micro-batches are there, each once, and of the right epoch.
-
-    `excuses` are the reasons why what is missing may have been there.
-    """
-    counts = Counter(entry["micro_batch"] for entry in found)
-    for index, count in sorted(counts.items()):
-        if count > 1:
-            ranks = sorted(entry["rank"] for entry in found if entry["micro_batch"] == index)
-            report.invalid.append(f"{where}: micro-batch {index} was computed {count} times, by ranks {ranks}")
-    epoch = step // shape.steps_per_epoch
-    if any(entry["epoch"] != epoch for entry in found):
-        report.invalid.append(f"{where}: is of epoch {epoch}, the ledger says another")
-    missing = sorted(set(range(shape.num_micro_batches(step))) - set(counts))
-    if missing and excuses:
-        report.unknown.append(f"{where}: micro-batches {missing} are missing; {'; '.join(excuses)}")
-    elif missing:
-        report.invalid.append(f"{where}: micro-batches {missing} are missing")
-
-
-def _judge_epoch(report: Report, shape: _Shape, epoch: int, used: Counter[int], *, is_whole: bool) -> None:
-    """Check that an epoch used each sample once; of one that is not whole, that it used none twice."""
-    everything = set(range(shape.num_samples))
-    findings = {
-        "not used": everything - set(used) if is_whole else set(),
-        "used more than once": {sample for sample, count in used.items() if count > 1},
-        "not in the set": set(used) - everything,
-    }
-    for kind, samples in findings.items():
-        if samples:
-            shown = ", ".join(map(str, sorted(samples)[:_MAX_SHOWN])) + (", ..." if len(samples) > _MAX_SHOWN else "")
-            finding = f"epoch {epoch}: {len(samples)} samples {kind}: {shown}"
-            (report.unknown if kind == "not used" and report.unknown else report.invalid).append(finding)
-
-
-def _find_event_log(directory: Path, named: Path | None, run_id: str) -> tuple[Path, list[Entry]]:
-    """Return the event log that tells of the run, and its events: the one named, or one beside the ledgers."""
-    parent = directory.absolute().parent
-    near = [directory / "events.jsonl", *sorted(parent.glob("*.jsonl")), *sorted(parent.glob("*/*.jsonl"))]
-    places = [named] if named else near
-    for place in places:
-        if not named and not place.is_file():
-            continue
-        events = _read_events(place)
-        if any(event.get("run_id") == run_id for event in events):
-            return place, events
-    looked = f"--event_log {named}: does not" if named else f"{directory}: no event log beside it does"
-    raise UsageError(f"{looked} tell of run {run_id}; name another with --event_log or --run_id")
-
-
-def _read_events(path: Path) -> list[Entry]:
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text"
-        raise UsageError(f"--event_log {path}: {reason}; name the job's event log") from None
-    return [event for event in map(_parse, lines) if event is not None and "event" in event]
-
-
-def _last_run(directory: Path, entries: list[Entry]) -> str:
-    """Return the run that wrote the last line of the ledger that was written last."""
-    for path in sorted(directory.glob("rank-*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True):
-        for line in reversed(path.read_text(errors="replace").splitlines()):
-            entry = _parse(line)
-            if entry is not None and "run_id" in entry:
-                return str(entry["run_id"])
-    raise UsageError(f"{directory}: none of its {len(entries)} lines names a run; name one with --run_id")
-
-
-def _read_ledgers(directory: Path) -> tuple[list[Entry], list[str]]:
-    """Return the lines of all ranks, and what could not be read."""
-    paths = sorted(directory.glob("rank-*.jsonl")) if directory.is_dir() else []
-    if not paths:
-        raise UsageError(f"{directory}: no ledgers there; name the directory that --sample_log named")
-    entries, unreadable = [], []
-    for path in paths:
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
-            entry = _parse(line)
-            if entry is None or not {"generation", "rank", "epoch", "step", "micro_batch", "indices"} <= set(entry):
-                unreadable.append(f"{path.name} line {number} is not readable")
-            else:
-                entries.append(entry)
-    return entries, unreadable
-
-
-def _parse(line: str) -> Entry | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None

@@ -1,112 +1,25 @@
 """`elastic-mnist inspect PATH_OR_URL`: which snapshots are there, and are they whole?
 
-Looked at are a place with its run's record, or one file, ours or another program's. Each snapshot is read and held
-against the SHA-256 of its manifest, one after the other, unless `--no_verify` leaves the data where it is. Nothing is
-changed there, so a job may be at work meanwhile: a snapshot that it removes while we look is left out.
-
-The verdict on a snapshot is one of
-
-    whole         as its manifest says
-    damaged       not so
-    unreadable    access fails, or a later program wrote it
-    not read      by `--no_verify`; its manifest is whole
-    uncommitted   data without a manifest, which counts for nothing: a job may be writing it
-    set aside     found damaged before, and out of the way
-    readable      a file alone, with no checksum to hold it against
-    unfit         a file alone that is no snapshot of this network
+`snapshots.listing` explains the verdicts on a snapshot; `--no_verify` reads manifests only.
 
 `--json` prints one object: `location`; `verdict`, which is `whole`, `damaged`, `unreadable` or `empty`; `num_whole` and
 so on; of the run's record `run_id`, `generation`, `is_finished`, `started_at`, `num_lost_steps`, `resumed_from`, and
 `contract_lr` and so on, or `record_damage` alone; and `snapshots`, the newest first, objects with the attributes of
-`Entry` and `age_seconds`. What is not known is null.
+`Entry` and `age_seconds`. Unknown values are null.
 """
 
 import json
-import re
 import textwrap
-import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any, Final
 
-from elastic_mnist.errors import EXIT_USAGE, SnapshotError, StoreError, UsageError
-from elastic_mnist.settings import local_path
-from elastic_mnist.snapshots import record as run_record
-from elastic_mnist.snapshots.durable import DurableTier, Snapshot
-from elastic_mnist.snapshots.importers import ForeignFile
-from elastic_mnist.snapshots.lookup import find, locate
-from elastic_mnist.snapshots.manifest import Manifest
-from elastic_mnist.snapshots.record import RunRecord
-from elastic_mnist.snapshots.storage import Storage
-from elastic_mnist.training.model import weights_sha256
+from elastic_mnist.errors import EXIT_USAGE
+from elastic_mnist.snapshots.listing import BAD, GOOD, NEUTRAL, Entry, Listing, look
 
-_NAME: Final = re.compile(r"(step-(\d{8,}))\.(?:pt|json)(\..+)?")
-_BAD: Final = ("damaged", "unfit")
-_GOOD: Final = ("whole", "readable", "not read")
-_OTHERS: Final = ("unreadable", "uncommitted", "set aside")
 _STATUS: Final = {"whole": 0, "damaged": 1, "unreadable": EXIT_USAGE, "empty": 3}
 _COLUMNS: Final = ("verdict", "step", "epoch", "samples", "accuracy", "size", "age", "run", "generation")
 _WIDTH: Final = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A snapshot and what is known of it.
-
-    Attributes:
-        path: where its data is.
-        verdict: see the module.
-        reason: why it is no better.
-        kind: what a foreign file is, for people.
-        step, epoch, samples_in_epoch: what is finished.
-        size_bytes: of the data.
-        created_at: seconds since the epoch of UTC.
-        test_accuracy: of the last evaluation before it.
-        run_id, generation: who wrote it.
-        weights_sha256: of the weights.
-        lacking: what a foreign file lacks, a text each.
-    """
-
-    path: str
-    verdict: str
-    reason: str | None = None
-    kind: str | None = None
-    step: int | None = None
-    epoch: int | None = None
-    samples_in_epoch: int | None = None
-    size_bytes: int | None = None
-    created_at: float | None = None
-    test_accuracy: float | None = None
-    run_id: str | None = None
-    generation: int | None = None
-    weights_sha256: str | None = None
-    lacking: tuple[str, ...] = ()
-
-    @property
-    def age_seconds(self) -> float | None:
-        """How long ago it was made; 0 where another machine's clock is ahead of ours."""
-        return None if self.created_at is None else max(0.0, time.time() - self.created_at)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listing:
-    """What is at a place."""
-
-    location: str
-    entries: Sequence[Entry]
-    record: RunRecord | None = None
-    record_damage: str | None = None
-    counts: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def verdict(self) -> str:
-        """`damaged` where anything is; else `unreadable`, `empty` or `whole`."""
-        if self.record_damage or any(self.counts[verdict] for verdict in _BAD):
-            return "damaged"
-        if self.counts["unreadable"]:
-            return "unreadable"
-        return "whole" if any(self.counts[verdict] for verdict in _GOOD) else "empty"
 
 
 def run(location: str, *, verify: bool, as_json: bool) -> int:
@@ -118,130 +31,6 @@ def run(location: str, *, verify: bool, as_json: bool) -> int:
     return _STATUS[listing.verdict]
 
 
-def look(location: str, *, verify: bool) -> Listing:
-    """Look at a place or a file.
-
-    Raises:
-        UsageError: nothing is there, or it cannot be accessed.
-    """
-    storage, name = locate(location, named="PATH_OR_URL")
-    if name is not None:
-        entry = _file(storage, name, location, verify=verify)
-        return Listing(location=storage.path(name), entries=[entry], counts=Counter([entry.verdict]))
-    names = storage.names()
-    path = local_path(location)
-    if not names and path is not None and not path.is_dir():
-        raise UsageError(f"PATH_OR_URL {location}: no such directory; name another")
-    entries = list(_entries(storage, names, verify=verify))
-    record, damage = _record(storage)
-    return Listing(
-        location=storage.location,
-        entries=entries,
-        record=record,
-        record_damage=damage,
-        counts=Counter(entry.verdict for entry in entries),
-    )
-
-
-def _entries(storage: Storage, names: Iterable[str], *, verify: bool) -> Iterable[Entry]:
-    """Yield the snapshots among some names, the largest step first; of one step, what was set aside comes last."""
-    known = [match for match in map(_NAME.fullmatch, names) if match]
-    places = {(int(match[2]), match[1], match[3] or "") for match in known}
-    for step, stem, aside in sorted(places, key=lambda place: (-place[0], place[2])):
-        path = storage.path(f"{stem}.pt{aside}")
-        if aside:
-            yield Entry(path=path, verdict="set aside", step=step)
-        elif f"{stem}.json" not in names:
-            yield Entry(path=path, verdict="uncommitted", step=step)
-        else:
-            entry = _committed(storage, stem, verify=verify)
-            if entry is not None:
-                yield entry
-
-
-def _committed(storage: Storage, stem: str, *, verify: bool) -> Entry | None:
-    """Judge a snapshot that has a manifest; None where it is gone meanwhile."""
-    facts: dict[str, Any] = {"path": storage.path(f"{stem}.pt"), "step": int(stem.removeprefix("step-"))}
-    name = f"{stem}.json"
-    try:
-        manifest = Manifest.from_json(storage.get(name), name)
-        facts |= _known(manifest)
-        if not verify:
-            return Entry(**facts, verdict="not read")
-        loaded = DurableTier(storage, read_only=True).load(manifest).manifest
-        assert loaded is not None
-        facts |= _known(loaded)  # or what this manifest has replaced, and whose data is there still
-    except FileNotFoundError:
-        return None
-    except SnapshotError as error:
-        return None if _is_gone(storage, name) else Entry(**facts, verdict="damaged", reason=str(error))
-    except StoreError as error:
-        return Entry(**facts, verdict="unreadable", reason=str(error))
-    return Entry(**facts, verdict="whole")
-
-
-def _known(manifest: Manifest) -> dict[str, Any]:
-    shown = ("epoch", "samples_in_epoch", "size_bytes", "created_at", "test_accuracy", "run_id", "generation")
-    return {key: getattr(manifest, key) for key in (*shown, "weights_sha256")}
-
-
-def _is_gone(storage: Storage, name: str) -> bool:
-    try:
-        storage.get(name)
-    except FileNotFoundError:
-        return True
-    return False
-
-
-def _file(storage: Storage, name: str, location: str, *, verify: bool) -> Entry:
-    """Judge a file that was named."""
-    match = _NAME.fullmatch(name)
-    if match and name.endswith(".pt"):
-        entry = _committed(storage, match[1], verify=verify)
-        if entry is not None:
-            return entry
-    try:
-        found = find(location, named="PATH_OR_URL", allow_foreign=True)
-    except SnapshotError as error:
-        return Entry(path=storage.path(name), verdict="unfit", reason=str(error).partition(": ")[2])
-    return _foreign(found) if isinstance(found, ForeignFile) else _copy(found)
-
-
-def _copy(found: Snapshot) -> Entry:
-    shown = ("step", "epoch", "samples_in_epoch", "run_id", "generation")
-    return Entry(
-        path=found.path,
-        verdict="readable",
-        reason="no manifest beside it",
-        size_bytes=len(found.data),
-        test_accuracy=found.state["progress"].get("test_accuracy"),
-        weights_sha256=weights_sha256(found.state["model"]),
-        **{key: found.state[key] for key in shown},
-    )
-
-
-def _foreign(found: ForeignFile) -> Entry:
-    return Entry(
-        path=found.path,
-        verdict="readable",
-        kind=found.foreign.kind,
-        epoch=found.foreign.num_epochs,
-        size_bytes=found.size_bytes,
-        weights_sha256=weights_sha256(found.foreign.model),
-        lacking=found.foreign.lacking,
-    )
-
-
-def _record(storage: Storage) -> tuple[RunRecord | None, str | None]:
-    """Return the run's record, None where there is none; and how it is damaged."""
-    try:
-        return RunRecord.from_plain(json.loads(storage.get(run_record.NAME))), None
-    except FileNotFoundError:
-        return None, None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        return None, f"{run_record.NAME} is not readable: {type(error).__name__}"
-
-
 def _plain(listing: Listing) -> dict[str, Any]:
     """Return a listing as the object of `--json`."""
     record: dict[str, Any] = {}
@@ -250,7 +39,7 @@ def _plain(listing: Listing) -> dict[str, Any]:
     return {
         "location": listing.location,
         "verdict": listing.verdict,
-        **{f"num_{verdict.replace(' ', '_')}": listing.counts[verdict] for verdict in (*_GOOD, *_BAD, *_OTHERS)},
+        **{f"num_{verdict.replace(' ', '_')}": listing.counts[verdict] for verdict in (*GOOD, *BAD, *NEUTRAL)},
         **({"record_damage": listing.record_damage} if listing.record_damage else {}),
         **record,
         "snapshots": [{**asdict(entry), "age_seconds": entry.age_seconds} for entry in listing.entries],

@@ -13,7 +13,7 @@ from harness import SMALL, Event, Job, eventually, plain, standalone
 from s3_server import S3Server
 from tiers import Fault, Plan, undisturbed
 
-from elastic_mnist.cli import inspect as inspection
+from elastic_mnist.snapshots.listing import look
 from elastic_mnist.snapshots.lookup import find
 from elastic_mnist.training.model import weights_sha256
 
@@ -177,7 +177,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_save(
         assert held.num_fired == 1
         newest = find(location, named="location")
         assert (newest.state["step"], newest.num_damaged_newer) == (32, 0)
-        assert inspection.look(location, verify=True).verdict == "whole"
+        assert look(location, verify=True).verdict == "whole"
     assert finished["weights_sha256"] == undisturbed_sha256 == weights_sha256(newest.state["model"])
 
 

@@ -3,21 +3,18 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from networks import bare, saved
 from states import RUN_ID, Fault, FaultyStorage, commit, manifest_of, small_state
 from structlog.testing import capture_logs
 
-from elastic_mnist.cli import inspect
 from elastic_mnist.cli.main import main
 from elastic_mnist.errors import StoreError
+from elastic_mnist.snapshots import listing
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.state import pack
 from elastic_mnist.snapshots.storage import LocalStorage, open_storage
@@ -291,57 +288,6 @@ def test_a_file_that_will_not_do(
     assert reason in entry["reason"]
 
 
-def faulty(place: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the place's storage fail as told."""
-    storage = FaultyStorage(LocalStorage(place), fault)
-    monkeypatch.setattr(inspect, "locate", lambda *_, **__: (storage, None))
-
-
-def test_one_that_cannot_be_accessed_is_not_called_damaged(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is unreadable, with the reason; the others are judged all the same; status 2."""
-    fault = Fault(at=1, of=("get",), raises=StoreError("403 Forbidden"))
-    faulty(place, fault, monkeypatch)
-    status, content = seen(capsys, str(place))
-    assert fault.num_fired == 1
-    assert (status, sorted(verdicts(content).values())) == (2, ["unreadable", "whole", "whole"])
-    assert "403 Forbidden" in str([entry["reason"] for entry in content["snapshots"]])
-
-
-def test_a_place_that_cannot_be_listed_is_one_line(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No access is never "nothing there": status 2, and nothing on standard output."""
-    fault = Fault(at=0, of=("names",), raises=StoreError("403 Forbidden"))
-    faulty(place, fault, monkeypatch)
-    assert main(["inspect", str(place)]) == 2
-    assert fault.num_fired == 1
-    assert capsys.readouterr() == ("", "elastic-mnist: error: 403 Forbidden\n")
-
-
-def test_what_a_job_removes_meanwhile_is_left_out(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A snapshot pruned between the listing and the look is neither there nor damaged."""
-
-    class Pruned(FaultyStorage):
-        def get(self, name: str) -> bytes:
-            data = super().get(name)
-            if name == "step-00000005.json":  # as `_prune` does, the manifest first
-                (place / "step-00000005.json").unlink(missing_ok=True)
-                (place / "step-00000005.pt").unlink(missing_ok=True)
-            if name == "step-00000030.json":
-                (place / "step-00000013.json").unlink(missing_ok=True)
-            return data
-
-    storage = Pruned(LocalStorage(place), Fault(at=-1, raises=AssertionError()))
-    monkeypatch.setattr(inspect, "locate", lambda *_, **__: (storage, None))
-    status, content = seen(capsys, str(place))
-    assert not (place / "step-00000005.pt").exists()
-    assert (status, verdicts(content)) == (0, {30: "whole"})
-
-
 def test_a_later_programs_snapshot_is_not_called_damaged(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is whole, only not for this program."""
     state = small_state(30)
@@ -354,47 +300,13 @@ def test_a_later_programs_snapshot_is_not_called_damaged(place: Path, capsys: py
     assert "install a later one" in content["snapshots"][0]["reason"]
 
 
-def test_a_reader_that_has_read_enough(place: Path) -> None:
-    """Where nobody reads the output any more, nothing is said of it, and the status is that of a broken pipe."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "elastic_mnist.cli.main", "inspect", str(place)]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
-def printed_help(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return what `--help` prints."""
-    with pytest.raises(SystemExit) as caught:
-        main([*arguments, "--help"])
-    assert caught.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_help_names_every_tool(capsys: pytest.CaptureFixture[str]) -> None:
-    """`elastic-mnist --help` lists the tools, the exit statuses and examples; each tool explains its own statuses."""
-    text = printed_help(capsys)
-    tools = ("inspect", "verify", "export", "audit")
-    assert all(word in text for word in (*tools, "Exit status", "examples:"))
-    assert all("Ends with" in printed_help(capsys, tool) for tool in tools)
-
-
-def test_memory_is_for_one_snapshot_at_a_time(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listing a hundred snapshots takes the memory of one: none is kept once it is judged."""
-    import gc  # noqa: PLC0415 - of this test alone
-    import weakref  # noqa: PLC0415 - the same
-
-    kept: list[weakref.ref[torch.Tensor]] = []
-    load = torch.load
-
-    def noted(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - what torch.load takes and returns
-        gc.collect()
-        assert all(reference() is None for reference in kept)
-        content = load(*arguments, **options)
-        kept.append(weakref.ref(content["model"]["weight"]))
-        return content
-
-    monkeypatch.setattr(torch, "load", noted)
-    inspect.look(str(place), verify=True)
-    assert len(kept) == 3
+def test_a_place_that_cannot_be_listed_is_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Denied access is never "nothing there": status 2, and nothing on standard output."""
+    fault = Fault(at=0, of=("names",), raises=StoreError("403 Forbidden"))
+    storage = FaultyStorage(LocalStorage(place), fault)
+    monkeypatch.setattr(listing, "locate", lambda *_, **__: (storage, None))
+    assert main(["inspect", str(place)]) == 2
+    assert fault.num_fired == 1
+    assert capsys.readouterr() == ("", "elastic-mnist: error: 403 Forbidden\n")

@@ -15,9 +15,9 @@ import torch
 from states import Fault, FaultyStorage, ForgetfulStorage, Killed, commit, manifest_of, small_state
 from structlog.testing import capture_logs
 
-from elastic_mnist.cli import inspect
 from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.snapshots.durable import DurableTier, Snapshot
+from elastic_mnist.snapshots.listing import look
 from elastic_mnist.snapshots.lookup import find
 from elastic_mnist.snapshots.manifest import Manifest
 from elastic_mnist.snapshots.state import FORMAT, VERSION, State, pack
@@ -436,10 +436,10 @@ def test_a_fault_at_any_operation_of_saving_a_step_again_leaves_the_old_state_or
             break
         found.append(newest_13(storage).data == pack(EVALUATED_13))
         assert found[-1] or has_failed
-        assert inspect.look(storage.location, verify=True).verdict == "whole"
+        assert look(storage.location, verify=True).verdict == "whole"
         save_13(storage, EVALUATED_13)
         assert newest_13(storage).data == pack(EVALUATED_13)
-        assert inspect.look(storage.location, verify=True).verdict == "whole"
+        assert look(storage.location, verify=True).verdict == "whole"
         assert sorted(storage.names()) == ["step-00000013.json", "step-00000013.pt"]
     # A look for the manifest and for its data; then manifest and data are each looked at, put and read back; then a
     # listing, with nothing to remove.
@@ -455,7 +455,7 @@ def test_a_step_that_was_saved_again_is_listed_as_the_state_that_is_there(storag
         save_13(FaultyStorage(storage, fault), EVALUATED_13)
     assert fault.num_fired == 1
     for state in (STATE_13, EVALUATED_13):
-        (entry,) = inspect.look(storage.location, verify=True).entries
+        (entry,) = look(storage.location, verify=True).entries
         assert newest_13(storage).data == pack(state)
         assert entry.test_accuracy == manifest_13(state).test_accuracy
         save_13(storage, EVALUATED_13)
