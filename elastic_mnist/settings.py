@@ -10,22 +10,17 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 from elastic_mnist.errors import SettingsError
 
 DATASETS: Final = ("mnist", "fashion_mnist", "synthetic")
 
-_OF_A_NODE: Final = frozenset(
-    {
-        *("snapshot_path", "resume_from", "accept_changes", "save_every", "save_every_steps", "keep_last"),
-        *("max_snapshot_failures", "memory_snapshot_every"),
-        *("data_dir", "device", "threads", "hang_timeout", "event_log", "sample_log", "log_format"),
-    }
-)
+Scope = Literal["run", "world", "node"]
+"""Where an option must have one value: all through a run, at all ranks of a generation, or nowhere but at its node."""
 
 
 def _option(
@@ -33,6 +28,7 @@ def _option(
     text: str,
     *,
     group: str,
+    scope: Scope,
     at_least: float | None = None,
     at_most: float | None = None,
     above: float | None = None,
@@ -42,6 +38,7 @@ def _option(
     metadata = {
         "text": text,
         "group": group,
+        "scope": scope,
         "at_least": at_least,
         "at_most": at_most,
         "above": above,
@@ -55,18 +52,20 @@ def _option(
 class Settings:
     """The options of one job, checked. Raises `SettingsError` for a value that cannot work."""
 
-    epochs: int = _option(5, "passes over the training set", group="training", at_least=1)
+    epochs: int = _option(5, "passes over the training set", group="training", scope="world", at_least=1)
     batch_size: int = _option(
         512,
         "samples per process and step at the job's first start; times the world size of that moment it "
         "becomes the global batch size, which then stays fixed when the world changes",
         group="training",
+        scope="run",
         at_least=1,
     )
     global_batch_size: int | None = _option(
         None,
         "samples per step over all processes; overrides --batch_size",
         group="training",
+        scope="run",
         at_least=1,
         shown_default="--batch_size x world size",
     )
@@ -74,43 +73,52 @@ class Settings:
         None,
         "samples in the unit of gradient work; fixed for the job's life",
         group="training",
+        scope="run",
         at_least=1,
         at_most=1_000_000,
         shown_default="64 on a CPU, 512 on CUDA",
     )
-    lr: float = _option(1e-3, "Adam's learning rate", group="training", above=0)
+    lr: float = _option(1e-3, "Adam's learning rate", group="training", scope="run", above=0)
     lr_schedule: str = _option(
         "constant",
         "learning rate over the steps; cosine falls to zero at the end of --epochs",
         group="training",
+        scope="run",
         choices=("constant", "cosine"),
     )
     seed: int = _option(
         0,
         "seeds the initial weights, the order of samples and dropout",
         group="training",
+        scope="run",
         at_least=0,
         at_most=2**62,
     )
 
     save_every: int = _option(
-        1, "epochs between durable snapshots; 0: only at the end of the job", group="snapshots", at_least=0
+        1,
+        "epochs between durable snapshots; 0: only at the end of the job",
+        group="snapshots",
+        scope="node",
+        at_least=0,
     )
     save_every_steps: int = _option(
-        0, "steps between durable snapshots, beside --save_every; 0: off", group="snapshots", at_least=0
+        0, "steps between durable snapshots, beside --save_every; 0: off", group="snapshots", scope="node", at_least=0
     )
-    keep_last: int = _option(3, "durable snapshots kept", group="snapshots", at_least=1)
+    keep_last: int = _option(3, "durable snapshots kept", group="snapshots", scope="node", at_least=1)
     max_snapshot_failures: int = _option(
         3,
         "durable snapshots in a row that may fail, each after several tries, before the training stops; the last "
         "one of the job must not fail",
         group="snapshots",
+        scope="node",
         at_least=0,
     )
     memory_snapshot_every: int = _option(
         1,
         "steps between copies of the state into memory that outlives a worker; 0: off",
         group="snapshots",
+        scope="node",
         at_least=0,
     )
     snapshot_path: str = _option(
@@ -118,44 +126,55 @@ class Settings:
         "directory or fsspec URL (s3://..., memory://...) of the durable snapshots; the job resumes from the newest "
         "valid one there",
         group="snapshots",
+        scope="node",
     )
     resume_from: str | None = _option(
         None,
         "start from this snapshot file, own or another program's, or from the newest in this directory or URL, where "
         "--snapshot_path holds none",
         group="snapshots",
+        scope="node",
         shown_default="a fresh start",
     )
     accept_changes: bool = _option(
         False,
         "go on although settings that change the result differ from those the snapshots were made under",
         group="snapshots",
+        scope="node",
     )
 
-    data_dir: Path = _option(Path("data"), "directory of the data set; fetched into it where missing", group="data")
+    data_dir: Path = _option(
+        Path("data"), "directory of the data set; fetched into it where missing", group="data", scope="node"
+    )
     dataset: str = _option(
         "mnist",
         "synthetic draws digits from the seed and needs no download",
         group="data",
+        scope="run",
         choices=DATASETS,
     )
     train_samples: int | None = _option(
-        None, "use the first N training samples", group="data", at_least=1, shown_default="all"
+        None, "use the first N training samples", group="data", scope="run", at_least=1, shown_default="all"
     )
     test_samples: int | None = _option(
-        None, "use the first N test samples", group="data", at_least=1, shown_default="all"
+        None, "use the first N test samples", group="data", scope="world", at_least=1, shown_default="all"
     )
 
     device: str = _option(
-        "auto", "auto takes CUDA where there is one", group="compute", choices=("auto", "cpu", "cuda")
+        "auto", "auto takes CUDA where there is one", group="compute", scope="node", choices=("auto", "cpu", "cuda")
     )
     precision: str = _option(
-        "fp32", "of the forward and backward pass; weights stay fp32", group="compute", choices=("fp32", "bf16")
+        "fp32",
+        "of the forward and backward pass; weights stay fp32",
+        group="compute",
+        scope="run",
+        choices=("fp32", "bf16"),
     )
     threads: int | None = _option(
         None,
         "micro-batches computed at once by a process on a CPU; changes no bit of the result under exact",
         group="compute",
+        scope="node",
         at_least=1,
         at_most=1024,
         shown_default="cores / processes on the node",
@@ -164,12 +183,14 @@ class Settings:
         "exact",
         "exact: the same bits at any world size; allreduce: DDP's own floating-point sum",
         group="compute",
+        scope="run",
         choices=("exact", "allreduce"),
     )
     hang_timeout: float = _option(
         60.0,
         "seconds without progress, or without a sign of life, after which a worker counts as hung and is replaced",
         group="compute",
+        scope="node",
         at_least=1,
         at_most=86_400,
     )
@@ -179,6 +200,7 @@ class Settings:
         "what a loss or gradient that is not finite does: stop the job, or roll back to the state before the step and "
         "go on without its samples, a bounded number of times",
         group="compute",
+        scope="world",
         choices=("stop", "rollback"),
     )
 
@@ -186,18 +208,21 @@ class Settings:
         None,
         "file of the events, one JSON object a line, appended across restarts",
         group="logging",
+        scope="node",
         shown_default="events.jsonl in a local --snapshot_path, else in the working directory",
     )
     sample_log: Path | None = _option(
         None,
         "directory in which each rank notes the samples it uses, for `elastic-mnist audit`",
         group="logging",
+        scope="node",
         shown_default="off",
     )
     log_format: str = _option(
         "auto",
         "of standard output; auto: console on a terminal, else json",
         group="logging",
+        scope="node",
         choices=("auto", "console", "json"),
     )
 
@@ -218,13 +243,23 @@ class Settings:
             return self.event_log.absolute()
         return ((local_path(self.snapshot_path) or Path()) / "events.jsonl").absolute()
 
-    def shared(self) -> dict[str, Any]:
-        """Return the settings that all nodes of a job must have in common, as JSON-ready values."""
-        return {key: value for key, value in self.as_plain().items() if key not in _OF_A_NODE}
+    def of_scope(self, *scopes: Scope) -> dict[str, Any]:
+        """Return the settings of some scopes, as JSON-ready values."""
+        chosen = {option.name for option in fields(self) if option.metadata["scope"] in scopes}
+        return {key: value for key, value in self.as_plain().items() if key in chosen}
 
     def as_plain(self) -> dict[str, Any]:
         """Return the settings as JSON-ready values."""
         return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+
+
+def disagreements(here: Mapping[str, Any], there: Mapping[str, Any], where: str) -> str:
+    """Return in which of the settings `here` those `there` differ, for people; empty where in none."""
+    return "; ".join(
+        f"{name} is {value} here and {there.get(name)} {where}"
+        for name, value in here.items()
+        if value != there.get(name)
+    )
 
 
 def local_path(location: str) -> Path | None:

@@ -19,7 +19,7 @@ from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import memory
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier, Snapshot
-from elastic_mnist.snapshots.lease import Lease, is_held_by, is_seen_dead
+from elastic_mnist.snapshots.lease import Lease
 from elastic_mnist.snapshots.memory import MemorySnapshot
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.state import position_of
@@ -107,12 +107,12 @@ def save_held(
     if held is None:
         return Outcome.EMPTY
     own = processes.own()
-    if not stands_in and not is_held_by(held.record.holder, own) and not is_seen_dead(held.record.holder):
+    if not stands_in and not held.record.holder.is_process(own) and not held.record.holder.is_seen_dead:
         return Outcome.SAFE  # others are at work, and have it
     storage = open_storage(settings.snapshot_path)
     recorded = run_record.read(storage)
     record = _claim_to_use(held.record, recorded)
-    is_holder, is_dead = is_held_by(record.holder, own), is_seen_dead(record.holder)
+    is_holder, is_dead = record.holder.is_process(own), record.holder.is_seen_dead
     if not is_holder and recorded is None:
         raise UsageError(f"{storage.location}: run {record.run_id} is not recorded there; its snapshots lie elsewhere")
     world_size = held.state["world_size"]
@@ -172,6 +172,6 @@ def _claim_to_use(held: RunRecord, recorded: RunRecord | None) -> RunRecord:
     """
     if recorded is None or recorded.run_id != held.run_id or recorded.generation <= held.generation:
         return held
-    is_same_job = recorded.holder.get("job_id") == held.holder.get("job_id")
-    is_over = is_held_by(recorded.holder, processes.own()) or (is_same_job and is_seen_dead(recorded.holder))
+    is_same_job = recorded.holder.job_id == held.holder.job_id
+    is_over = recorded.holder.is_process(processes.own()) or (is_same_job and recorded.holder.is_seen_dead)
     return recorded if is_over else held

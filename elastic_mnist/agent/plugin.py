@@ -175,12 +175,12 @@ def _check_same_job(store: Store, parameters: RendezvousParameters, options: "Se
 
     The first agent leaves its settings in the rendezvous' store.
     """
-    mine = options.shared()
-    text = json.dumps(mine)
-    theirs = json.loads(store.compare_set(f"elastic_mnist/{parameters.run_id}/settings", "", text))
-    changed = [name for name in mine if mine[name] != theirs.get(name)]
-    if changed:
-        texts = "; ".join(f"{name} is {mine[name]} here and {theirs.get(name)} there" for name in changed)
+    from elastic_mnist.settings import disagreements  # noqa: PLC0415 - other torchrun jobs must not pay for it
+
+    mine = options.of_scope("run", "world")
+    theirs = json.loads(store.compare_set(f"elastic_mnist/{parameters.run_id}/settings", "", json.dumps(mine)))
+    texts = disagreements(mine, theirs, "there")
+    if texts:
         other = "--master_port" if isinstance(store, TCPStore) else "--rdzv_id"
         raise UsageError(
             f"{parameters.endpoint}: a job under other settings runs there: {texts}; start its nodes with the same "

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from elastic_mnist.errors import EXIT_STOPPED, UsageError
+from elastic_mnist.snapshots.plain import from_plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class Fault:
     @classmethod
     def from_plain(cls, content: dict[str, Any]) -> "Fault":
         """Build a fault from what `asdict` made of one."""
-        return cls(**{**content, "ranks": tuple(content["ranks"])})
+        return from_plain(cls, content)
 
     @property
     def coordinate(self) -> str:

@@ -8,79 +8,23 @@ A second job, under the same settings, is told that the place is in use, where i
 alive: on the same host. From another host it takes over, and the first one ends with that reason.
 """
 
-import os
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from elastic_mnist.errors import Fenced, RecordError, StoreConflict, UsageError
-from elastic_mnist.ipc import processes
-from elastic_mnist.ipc.environment import WorkerEnvironment
 from elastic_mnist.snapshots import record as run_record
+from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.manifest import Manifest
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.storage import Storage
 from elastic_mnist.telemetry.events import log
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeaseHolder:
-    """Who has a claim.
-
-    Attributes:
-        job_id: of the launch; the agents of one rendezvous have it in common.
-        host: names a machine's boot and its space of process ids.
-        pid, pid_started: the process that stands for the launch on that host, and the clock tick at which it began.
-    """
-
-    job_id: str
-    host: str
-    pid: int
-    pid_started: int | None
-
-    @classmethod
-    def of(cls, place: WorkerEnvironment) -> "LeaseHolder":
-        """Return this process's launch."""
-        pid = place.agent_pid or (os.getpid() if place.endpoint is None else os.getppid())
-        host, started = processes.host(), processes.started(pid)
-        return cls(
-            job_id=place.job_id or f"{host} {pid} {started}",
-            host=host,
-            pid=pid,
-            pid_started=started,
-        )
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        return asdict(self)
-
-
-def is_held_by(holder: dict[str, Any], process: tuple[str, int, int | None]) -> bool:
-    """Whether a process, given as host, id and beginning, is the one that stands for a holder's launch."""
-    return (holder.get("host"), holder.get("pid"), holder.get("pid_started")) == process
-
-
-def is_alive(holder: dict[str, Any]) -> bool:
-    """Whether a holder can be seen to be alive from here."""
-    pid, started = holder.get("pid"), holder.get("pid_started")
-    return (
-        holder.get("host") == processes.host()
-        and isinstance(pid, int)
-        and started is not None
-        and processes.started(pid) == started
-    )
-
-
-def is_seen_dead(holder: dict[str, Any]) -> bool:
-    """Whether a holder can be seen from here to be no more."""
-    return holder.get("host") == processes.host() and not is_alive(holder)
-
-
 def refuse_if_in_use(recorded: RunRecord, holder: LeaseHolder, where: str) -> None:
     """Raise `UsageError` where another launch is at work on a run."""
-    if recorded.is_finished or recorded.holder.get("job_id") == holder.job_id or not is_alive(recorded.holder):
+    if recorded.is_finished or recorded.holder.job_id == holder.job_id or not recorded.holder.is_alive:
         return
     raise UsageError(
-        f"{where} is in use by another job, run {recorded.run_id}, process {recorded.holder['pid']} on this host; "
+        f"{where} is in use by another job, run {recorded.run_id}, process {recorded.holder.pid} on this host; "
         f"wait for its end, or choose another --snapshot_path"
     )
 
@@ -167,12 +111,12 @@ class Lease:
 
     def _make_way(self, other: RunRecord) -> None:
         """Raise where `other` is not a generation that this one follows."""
-        is_same_job = other.holder.get("job_id") == self.record.holder.get("job_id")
+        is_same_job = other.holder.job_id == self.record.holder.job_id
         if other.run_id == self.record.run_id and is_same_job:
             if other.generation < self.record.generation:
                 return
             raise Fenced(f"{self._storage.location}: generation {other.generation} has taken over; this one is over")
         raise UsageError(
             f"{self._storage.location} was taken over by another job, run {other.run_id}, process "
-            f"{other.holder.get('pid')}; this one ends. Two jobs need two --snapshot_path"
+            f"{other.holder.pid}; this one ends. Two jobs need two --snapshot_path"
         )

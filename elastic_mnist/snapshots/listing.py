@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.settings import local_path
@@ -198,7 +198,7 @@ def _copy(found: Snapshot) -> Entry:
         size_bytes=len(found.data),
         test_accuracy=found.state["progress"].get("test_accuracy"),
         weights_sha256=weights_sha256(found.state["model"]),
-        **{key: found.state[key] for key in shown},
+        **{key: value for key, value in cast("dict[str, Any]", found.state).items() if key in shown},
     )
 
 

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from elastic_mnist.errors import SnapshotError
+from elastic_mnist.snapshots.plain import from_plain
 from elastic_mnist.training.sampler import Position
 
 MANIFEST_NAME: Final = re.compile(r"step-(\d{8,})\.json")
@@ -69,7 +70,7 @@ class Manifest:
         try:
             content = json.loads(data)
             digest = content.pop("manifest_sha256")
-            manifest = cls._from_plain(content)
+            manifest = from_plain(cls, content)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SnapshotError(f"manifest not readable: {type(error).__name__}: {error}") from None
         # Byte for byte, so that no flipped bit can hide in white space or in a number's spelling.
@@ -87,13 +88,6 @@ class Manifest:
         else:
             del content["replaces"]["replaces"]
         return content
-
-    @classmethod
-    def _from_plain(cls, content: dict[str, Any]) -> "Manifest":
-        """Read what `_to_plain` returned; raises `KeyError` or `TypeError` for anything else."""
-        before = content.get("replaces")
-        facts = {field.name: content[field.name] for field in fields(cls) if field.name != "replaces"}
-        return cls(**facts, replaces=None if before is None else cls._from_plain(before))
 
 
 def is_same(there: Manifest, manifest: Manifest) -> bool:

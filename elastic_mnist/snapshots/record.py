@@ -9,29 +9,16 @@ process, at the cost of some microseconds, and tells the next generation how man
 
 import json
 import uuid
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from elastic_mnist.errors import RecordError
+from elastic_mnist.snapshots.holder import LeaseHolder
+from elastic_mnist.snapshots.plain import from_plain
 from elastic_mnist.snapshots.run_config import RunConfig
 from elastic_mnist.snapshots.storage import Storage
 
 NAME: Final = "run.json"
-
-_KINDS: Final[dict[str, type | tuple[type, ...]]] = {
-    "run_id": str,
-    "generation": int,
-    "started_at": (int, float),
-    "num_lost_steps": int,
-    "is_finished": bool,
-    "contract": dict,
-    "resumed_from": (str, type(None)),
-    "holder": dict,
-    "reached": (int, type(None)),
-    "num_stalled": int,
-    "began_at": (int, type(None)),
-}
-_OPTIONAL: Final = {"began_at"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +33,7 @@ class RunRecord:
         is_finished: whether the end of the run has been told.
         contract: the settings its result hangs on.
         resumed_from: the snapshot elsewhere that it began from; None for a fresh start.
-        holder: which processes claimed it, as `claim.LeaseHolder` describes them.
+        holder: the launch that claimed it.
         reached: number of steps that the newest generation whose end is known had finished then.
         num_stalled: generations in a row, of the same launch, that ended at the step where the one before had.
         began_at: number of steps that were finished when this generation began; None in the record of an older program.
@@ -59,7 +46,7 @@ class RunRecord:
     is_finished: bool
     contract: RunConfig
     resumed_from: str | None
-    holder: dict[str, Any] = field(default_factory=dict)
+    holder: LeaseHolder = LeaseHolder()
     reached: int | None = None
     num_stalled: int = 0
     began_at: int | None = None
@@ -98,11 +85,7 @@ class RunRecord:
     @classmethod
     def from_plain(cls, content: dict[str, Any]) -> "RunRecord":
         """Build a record from what `to_plain` returned; raises `KeyError` or `TypeError` for anything else."""
-        content = dict.fromkeys(_OPTIONAL) | content
-        for name, kind in _KINDS.items():
-            if not isinstance(content[name], kind):
-                raise TypeError(f"{name} is {content[name]!r}")
-        return cls(**{member.name: content[member.name] for member in fields(cls)})
+        return from_plain(cls, content)
 
 
 def read(storage: Storage) -> RunRecord | None:

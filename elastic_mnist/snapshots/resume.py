@@ -8,23 +8,24 @@ snapshots, and never goes on under settings that change its result unless it is 
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from elastic_mnist.errors import ReportedByRank0, SnapshotError, StoreError, UsageError
-from elastic_mnist.settings import Settings
+from elastic_mnist.settings import Settings, disagreements
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier, Snapshot
+from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.importers import ForeignFile
-from elastic_mnist.snapshots.lease import Lease, LeaseHolder, is_late, refuse_if_in_use
+from elastic_mnist.snapshots.lease import Lease, is_late, refuse_if_in_use
 from elastic_mnist.snapshots.lookup import find
 from elastic_mnist.snapshots.manifest import Manifest
 from elastic_mnist.snapshots.memory import MemorySnapshot
 from elastic_mnist.snapshots.progress import ProgressFile
 from elastic_mnist.snapshots.record import RunRecord
-from elastic_mnist.snapshots.run_config import RunConfig, accept, differences, resolve
+from elastic_mnist.snapshots.run_config import RequestedConfig, RunConfig, accept, differences, resolve
 from elastic_mnist.snapshots.state import State, pack, position_of, unpack
 from elastic_mnist.snapshots.storage import Storage
 from elastic_mnist.telemetry.events import identify, log
@@ -70,7 +71,7 @@ class Start:
     """
 
     record: RunRecord
-    asked: RunConfig
+    asked: Mapping[str, Any]
     source: str
     path: str | None = None
     num_lost_steps: int | None = 0
@@ -112,7 +113,7 @@ def decide(
     storage: Storage,
     tier: DurableTier,
     settings: Settings,
-    asked: RunConfig,
+    asked: RequestedConfig,
     *,
     world_size: int,
     device_type: str,
@@ -154,7 +155,7 @@ def decide(
             assert isinstance(found.snapshot, Snapshot)
             return replace(start, record=found.record, data=None, finished=found.snapshot.manifest)
         start = _go_on(start, found.record, position, mark_path, holder)
-    record = replace(start.record, holder=holder.to_plain(), began_at=position.step)
+    record = replace(start.record, holder=holder, began_at=position.step)
     if record.num_stalled >= MAX_STALLED:
         _give_up(record, storage, seen)
     if isinstance(found.snapshot, ForeignFile):
@@ -166,7 +167,7 @@ def _survey(
     storage: Storage,
     tier: DurableTier,
     settings: Settings,
-    asked: RunConfig,
+    asked: RequestedConfig,
     *,
     holder: LeaseHolder,
     offers: Sequence[Candidate],
@@ -203,7 +204,11 @@ def _claim(storage: Storage, record: RunRecord, seen: str | None, *, may_wait: b
 
 
 def _look(
-    tier: DurableTier, settings: Settings, asked: RunConfig, recorded: RunRecord | None, offers: Sequence[Candidate]
+    tier: DurableTier,
+    settings: Settings,
+    asked: RequestedConfig,
+    recorded: RunRecord | None,
+    offers: Sequence[Candidate],
 ) -> _Found:
     """Return what there is to go on from."""
     held = max(offers, key=_rank_offer, default=None)
@@ -248,7 +253,7 @@ def _of_memory(held: Candidate, recorded: RunRecord | None = None) -> _Found:
     return _Found(source="memory", position=held.position, record=record, known=record.contract, offer=held)
 
 
-def _of_file(location: str, recorded: RunRecord | None, asked: RunConfig) -> _Found:
+def _of_file(location: str, recorded: RunRecord | None, asked: RequestedConfig) -> _Found:
     """Begin a run from a snapshot elsewhere, or go on with one that began so and was lost before its first snapshot."""
     snapshot = _find(location)
     if isinstance(snapshot, ForeignFile):
@@ -280,7 +285,9 @@ def _state_of(file: ForeignFile, position: Position, settings: Settings, record:
     return {
         "model": foreign.model,
         "optimizer": foreign.optimizer or {"state": {}},
-        **vars(position),
+        "epoch": position.epoch,
+        "samples_in_epoch": position.samples_in_epoch,
+        "step": position.step,
         "global_batch_size": contract["global_batch_size"],
         "micro_batch_size": contract["micro_batch_size"],
         "seed": contract["seed"],
@@ -366,11 +373,10 @@ def offers_from_texts(texts: Sequence[str]) -> list[Candidate]:
     return offers
 
 
-def check_same_settings(start: Start, asked: RunConfig) -> None:
+def check_same_settings(start: Start, asked: Mapping[str, Any]) -> None:
     """Raise `UsageError` where this rank was started with other settings than rank 0."""
-    changed = [name for name in asked if asked[name] != start.asked.get(name)]
-    if changed:
-        texts = "; ".join(f"{name} is {asked[name]} here and {start.asked.get(name)} at rank 0" for name in changed)
+    texts = disagreements(asked, start.asked, "at rank 0")
+    if texts:
         raise UsageError(f"settings differ between the nodes: {texts}; start all nodes with the same options")
 
 
@@ -381,7 +387,7 @@ def _go_on(start: Start, recorded: RunRecord, position: Position, mark_path: Pat
     record = recorded.next_generation(num_lost_steps=num_lost_steps or 0, contract=start.record.contract)
     if reached is None and position.step == recorded.began_at:  # it ended before it could make its mark
         reached = position.step
-    if recorded.holder.get("job_id") != holder.job_id:  # somebody has looked at it, and started it again
+    if recorded.holder.job_id != holder.job_id:  # somebody has looked at it, and started it again
         record = replace(record, reached=reached, num_stalled=0)
     elif reached is not None:
         num_stalled = recorded.num_stalled + 1 if reached == recorded.reached else 0
@@ -397,7 +403,7 @@ def _give_up(record: RunRecord, storage: Storage, seen: str | None) -> NoReturn:
     raise UsageError(f"{reason}; the event log and the output above say why. Put it right, and start the job again")
 
 
-def _check_mid_epoch(contract: RunConfig, found: Snapshot, asked: RunConfig) -> None:
+def _check_mid_epoch(contract: RunConfig, found: Snapshot, asked: RequestedConfig) -> None:
     """Refuse another order of samples in the middle of an epoch: "each sample once" would have no meaning."""
     if not found.state["samples_in_epoch"]:
         return
@@ -427,7 +433,7 @@ def _of_snapshot(recorded: RunRecord | None, state: State) -> RunRecord:
     return replace(lost, run_id=state["run_id"], generation=state["generation"])
 
 
-def _agreed(recorded: RunConfig, asked: RunConfig, settings: Settings, where: str, world_size: int) -> RunConfig:
+def _agreed(recorded: RunConfig, asked: RequestedConfig, settings: Settings, where: str, world_size: int) -> RunConfig:
     """Return the contract to go on under; raises `UsageError` for a change that was not accepted."""
     changed = differences(recorded, asked)
     if not changed:

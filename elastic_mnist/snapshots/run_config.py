@@ -1,89 +1,111 @@
-"""Which settings a job's result hangs on, and whether a job may go on under the ones it is given.
+"""Which settings a run's result depends on, and whether a run may continue under the ones it is given.
 
-Invariant: the contract is fixed at the job's first start and recorded beside its snapshots. The global
-batch size and the micro-batch size are resolved then, from the world and the device of that moment.
+Invariant: the run's configuration is fixed at its first start and recorded beside its snapshots. The global batch size
+and the micro-batch size are resolved then, from the world and the device of that moment.
 """
 
 import hashlib
 import json
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, TypedDict, cast
 
 from elastic_mnist.settings import Settings
 
-RunConfig = dict[str, Any]
-
 _MICRO_BATCH_SIZES: Final = {"cpu": 64, "cuda": 512}
 
+_SHOWN_CHARACTERS: Final = 20
 
-def asked(settings: Settings, dataset: dict[str, Any]) -> RunConfig:
-    """Return what the settings ask for; the sizes still as they were asked, None where they were not."""
-    contract: RunConfig = {
-        "batch_size": settings.batch_size,
-        "global_batch_size": settings.global_batch_size,
-        "micro_batch_size": settings.micro_batch_size,
-        "lr": settings.lr,
-        "lr_schedule": settings.lr_schedule,
-        "seed": settings.seed,
-        "precision": settings.precision,
-        "gradient_sync": settings.gradient_sync,
+
+class _Common(TypedDict):
+    """The settings of the scope "run" whose values are used as they are given, and the facts of the data set."""
+
+    batch_size: int
+    lr: float
+    lr_schedule: str
+    seed: int
+    precision: str
+    gradient_sync: str
+    dataset: str
+    train_samples: int
+    data_sha256: str
+
+
+class _Optional(TypedDict, total=False):
+    epochs: int
+    """Of a cosine alone: the schedule ends with the job, so its length is part of it."""
+
+
+class RequestedConfig(_Common, _Optional):
+    """What the settings ask for; a size that was not asked for is None."""
+
+    global_batch_size: int | None
+    micro_batch_size: int | None
+
+
+class RunConfig(_Common, _Optional):
+    """What a run is made under."""
+
+    global_batch_size: int
+    micro_batch_size: int
+
+
+def requested(settings: Settings, dataset: Mapping[str, Any]) -> RequestedConfig:
+    """Return what the settings ask for; of the data set, its name, true number of samples and digest."""
+    config = settings.of_scope("run") | {
         "dataset": dataset["name"],
         "train_samples": dataset["num_samples"],
         "data_sha256": dataset["sha256"],
     }
-    if settings.lr_schedule == "cosine":  # the schedule ends with the job, so its length is part of it
-        contract["epochs"] = settings.epochs
-    return contract
+    if settings.lr_schedule == "cosine":
+        config["epochs"] = settings.epochs
+    return cast("RequestedConfig", config)
 
 
-def in_step(settings: Settings, device_type: str) -> dict[str, Any]:
-    """Return what all nodes must be started with alike, beside the contract: it decides on the collectives."""
-    return {
-        "epochs": settings.epochs,
-        "test_samples": settings.test_samples,
-        "device": device_type,
-        "on_nonfinite": settings.on_nonfinite,
+def must_match_across_ranks(config: RequestedConfig, settings: Settings, device_type: str) -> dict[str, Any]:
+    """Return what all ranks must be started with alike: it decides on the result or on the collectives."""
+    return {**config, **settings.of_scope("world"), "device": device_type}
+
+
+def resolve(config: RequestedConfig, *, world_size: int, device_type: str) -> RunConfig:
+    """Return the configuration of a run that starts now: the sizes as numbers."""
+    sizes = {
+        "global_batch_size": config["global_batch_size"] or config["batch_size"] * world_size,
+        "micro_batch_size": config["micro_batch_size"] or _MICRO_BATCH_SIZES[device_type],
     }
+    return cast("RunConfig", {**config, **sizes})
 
 
-def resolve(contract: RunConfig, *, world_size: int, device_type: str) -> RunConfig:
-    """Return the contract of a job that starts now: the sizes as numbers."""
-    return {
-        **contract,
-        "global_batch_size": contract["global_batch_size"] or contract["batch_size"] * world_size,
-        "micro_batch_size": contract["micro_batch_size"] or _MICRO_BATCH_SIZES[device_type],
-    }
-
-
-def differences(recorded: RunConfig, wanted: RunConfig) -> list[str]:
-    """Return what `wanted`, as asked, changes of a recorded contract, one text a field.
+def differences(recorded: RunConfig, config: RequestedConfig) -> list[str]:
+    """Return what a request changes of a recorded configuration, one text a field.
 
     A size that was not asked for is the recorded one. A global batch size that was asked for makes the
     batch size per process moot.
     """
+    before, after = cast("dict[str, Any]", recorded), cast("dict[str, Any]", config)
     changed = []
-    for name in sorted({*recorded, *wanted}):
-        if name == "batch_size" and wanted["global_batch_size"] is not None:
+    for name in sorted({*before, *after}):
+        if name == "batch_size" and after["global_batch_size"] is not None:
             continue
-        if name in ("global_batch_size", "micro_batch_size") and wanted[name] is None:
+        if name in ("global_batch_size", "micro_batch_size") and after[name] is None:
             continue
-        if recorded.get(name) != wanted.get(name):
-            changed.append(f"{name} was {_short(recorded.get(name))} and is now {_short(wanted.get(name))}")
+        if before.get(name) != after.get(name):
+            changed.append(f"{name} was {_short(before.get(name))} and is now {_short(after.get(name))}")
     return changed
 
 
-def accept(recorded: RunConfig, wanted: RunConfig, *, world_size: int) -> RunConfig:
-    """Return the recorded contract with all that `wanted` changes of it."""
-    contract = {name: recorded.get(name) if value is None else value for name, value in wanted.items()}
-    if wanted["global_batch_size"] is None and recorded["batch_size"] != wanted["batch_size"]:
-        contract["global_batch_size"] = wanted["batch_size"] * world_size
-    return contract
+def accept(recorded: RunConfig, config: RequestedConfig, *, world_size: int) -> RunConfig:
+    """Return the recorded configuration with all that a request changes of it."""
+    accepted = {name: recorded.get(name) if value is None else value for name, value in config.items()}
+    if config["global_batch_size"] is None and recorded["batch_size"] != config["batch_size"]:
+        accepted["global_batch_size"] = config["batch_size"] * world_size
+    return cast("RunConfig", accepted)
 
 
-def fingerprint(contract: RunConfig) -> str:
-    """Digest a contract."""
-    return hashlib.sha256(json.dumps(contract, sort_keys=True).encode()).hexdigest()
+def fingerprint(config: RunConfig) -> str:
+    """Return the SHA-256 of a configuration, in hex."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def _short(value: object) -> str:
     text = str(value)
-    return text if len(text) <= 20 else f"{text[:12]}..."  # noqa: PLR2004 - a digest's first digits tell enough
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:12]}..."  # a digest's first digits tell enough

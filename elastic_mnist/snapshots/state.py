@@ -10,38 +10,55 @@ import pickletools
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypedDict, cast, get_origin, get_type_hints, is_typeddict
 
 import torch
 from torch import Tensor
 
 from elastic_mnist.errors import SnapshotError, StoreError
+from elastic_mnist.snapshots.plain import is_of_type
+from elastic_mnist.snapshots.run_config import RunConfig
 from elastic_mnist.training.sampler import Position
 
 FORMAT: Final = "elastic_mnist.snapshot"
 VERSION: Final = 1
 
-State = dict[str, Any]
 
-_FIELDS: Final[Mapping[str, type]] = {
-    "model": dict,
-    "optimizer": dict,
-    "epoch": int,
-    "step": int,
-    "samples_in_epoch": int,
-    "global_batch_size": int,
-    "micro_batch_size": int,
-    "seed": int,
-    "settings": dict,
-    "contract": dict,
-    "dataset": dict,
-    "versions": dict,
-    "world_size": int,
-    "run_id": str,
-    "generation": int,
-    "started_at": float,
-    "progress": dict,
-}
+class State(TypedDict):
+    """All that a training goes on from.
+
+    Attributes:
+        model: the network's `state_dict`.
+        optimizer: the optimizer's `state_dict`; of another program's file its `state` alone.
+        epoch, step, samples_in_epoch: what is finished; see `Position`.
+        global_batch_size, micro_batch_size, seed: as in the contract, for readers of the file alone.
+        settings: all of them, as JSON-ready values.
+        contract: the settings that the result hangs on.
+        dataset: `name`, `num_samples` and `sha256`.
+        versions: of what decides on the bits; empty where they are not known.
+        world_size, run_id, generation: who made it.
+        started_at: when the run began, in seconds since the epoch of UTC.
+        progress: the fields of the trainer's `Progress`.
+    """
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    epoch: int
+    step: int
+    samples_in_epoch: int
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int
+    settings: dict[str, Any]
+    contract: RunConfig
+    dataset: dict[str, Any]
+    versions: dict[str, Any]
+    world_size: int
+    run_id: str
+    generation: int
+    started_at: float
+    progress: dict[str, Any]
+
 
 _PLAIN: Final = (Tensor, int, float, str, bool, type(None))
 
@@ -51,7 +68,7 @@ def pack(state: State) -> bytes:
     return dump_plain({"format": FORMAT, "version": VERSION, **state})
 
 
-def dump_plain(content: State) -> bytes:
+def dump_plain(content: Mapping[str, Any]) -> bytes:
     """Serialise tensors and plain types."""
     _assert_plain(content)
     buffer = io.BytesIO()
@@ -59,9 +76,9 @@ def dump_plain(content: State) -> bytes:
     return buffer.getvalue()
 
 
-def load_plain(data: bytes) -> State:
+def load_plain(data: bytes) -> dict[str, Any]:
     """Read what `dump_plain` of this program made."""
-    content: State = torch.load(io.BytesIO(data), weights_only=True)
+    content: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
     return content
 
 
@@ -126,13 +143,14 @@ def checked(state: object) -> State:
         raise StoreError(f"it is of version {version}, this program reads {VERSION}; install a later one")
     if version != VERSION:
         raise SnapshotError(f"version {version}, this program reads {VERSION}")
-    for name, kind in _FIELDS.items():
-        if not isinstance(state.get(name), kind):
+    for name, hint in get_type_hints(State).items():
+        if not is_of_type(state.get(name), hint):
+            kind = dict if is_typeddict(hint) else get_origin(hint) or hint
             raise SnapshotError(f"its field {name} is missing or not a {kind.__name__}")
     for name in ("epoch", "step", "samples_in_epoch"):
         if state[name] < 0:
             raise SnapshotError(f"its field {name} is {state[name]}")
-    return state
+    return cast("State", state)
 
 
 def _why_unreadable(data: bytes, message: str) -> str:

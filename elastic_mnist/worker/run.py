@@ -16,7 +16,7 @@ from elastic_mnist.ipc.heartbeat import COMPUTING, FINISHING
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import memory, resume, run_config
 from elastic_mnist.snapshots import record as run_record
-from elastic_mnist.snapshots.lease import LeaseHolder
+from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.progress import ProgressFile
 from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import State, pack
@@ -112,8 +112,8 @@ def tell_stop(job: Job, training: Training) -> None:
 
 def agree_on_start(job: Job) -> Start:
     """Let each node offer what it holds and rank 0 decide where to go on from; all ranks know, and have the state."""
-    asked = run_config.asked(job.settings, job.dataset_facts)
-    in_step = run_config.in_step(job.settings, job.device.type)
+    asked = run_config.requested(job.settings, job.dataset_facts)
+    in_step = run_config.must_match_across_ranks(asked, job.settings, job.device.type)
     held = None
     if job.place.memory_path is not None and job.place.local_rank == 0:
         held = memory.read(job.place.memory_path)
@@ -139,9 +139,9 @@ def agree_on_start(job: Job) -> Start:
             refuse(job.place, str(error))  # before the others know: when they end, this process is ended too
             job.world.broadcast(resume.to_bytes(error))
             raise AlreadyReported from error
-        start = replace(start, asked={**asked, **in_step})
+        start = replace(start, asked=in_step)
         job.world.broadcast(resume.to_bytes(start))
-    resume.check_same_settings(start, {**asked, **in_step})
+    resume.check_same_settings(start, in_step)
     if start.holder is not None:
         data = pack(held.state) if held is not None and start.holder == job.world.rank else None
         start = replace(start, data=job.world.broadcast(data, source=start.holder))

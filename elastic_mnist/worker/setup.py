@@ -255,7 +255,9 @@ def state_of(job: Job, start: Start, training: Training, network: model.ConvNet)
     return {
         "model": network.state_dict(),
         "optimizer": training.optimizer.state_dict(),
-        **vars(training.position),
+        "epoch": training.position.epoch,
+        "samples_in_epoch": training.position.samples_in_epoch,
+        "step": training.position.step,
         "global_batch_size": training.global_batch_size,
         "micro_batch_size": training.micro_batch_size,
         "seed": job.settings.seed,

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from elastic_mnist.ipc.environment import STOP_SIGNALS
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier
-from elastic_mnist.snapshots.lease import LeaseHolder
+from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.memory import MemoryTier
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.resume import MAX_STALLED, Candidate
@@ -233,7 +233,7 @@ def test_an_empty_memory_saves_nothing(place: Place, memory_path: str) -> None:
 
 def claimed_by(pid: int, place: Place) -> RunRecord:
     """Return the record as another agent's worker has claimed it, one of this host."""
-    record = replace(place.record(), holder=asdict(replace(OWN, pid=pid, pid_started=processes.started(pid))))
+    record = replace(place.record(), holder=replace(OWN, pid=pid, pid_started=processes.started(pid)))
     place.storage.put(run_record.NAME, record.to_json())
     return record
 

@@ -19,6 +19,7 @@ from tiers import ONE_EPOCH, SHORT, Fault, Plan, RendezvousStore, undisturbed, w
 from elastic_mnist.cli import audit
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier
+from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.state import State, pack
 from elastic_mnist.snapshots.storage import LocalStorage
@@ -387,7 +388,7 @@ def test_a_worker_that_wakes_up_late_overwrites_nothing(newer: str, mnist_dir: P
         theirs = (
             mine.next_generation(num_lost_steps=0, contract=mine.contract)
             if newer == "generation"
-            else replace(RunRecord.new(mine.contract, started_at=1.0), holder={"pid": 1, "job_id": "another"})
+            else replace(RunRecord.new(mine.contract, started_at=1.0), holder=LeaseHolder(pid=1, job_id="another"))
         )
         storage.put(run_record.NAME, theirs.to_json())
         commit(storage, 5, state=small_state(5, run_id=theirs.run_id))

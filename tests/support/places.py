@@ -11,11 +11,11 @@ from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots import resume
 from elastic_mnist.snapshots.durable import DurableTier
-from elastic_mnist.snapshots.lease import LeaseHolder
+from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.progress import ProgressFile
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.resume import Candidate, Start
-from elastic_mnist.snapshots.run_config import asked
+from elastic_mnist.snapshots.run_config import requested
 from elastic_mnist.snapshots.storage import LocalStorage, Storage
 
 HOLDER = LeaseHolder(job_id="job", host="host", pid=1, pid_started=1)
@@ -47,7 +47,7 @@ class Place:
             storage,
             DurableTier(storage, keep_last=settings.keep_last),
             settings,
-            asked(settings, dataset),
+            requested(settings, dataset),
             world_size=world_size,
             device_type=device_type,
             mark_path=self.mark_path,

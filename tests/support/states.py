@@ -3,14 +3,14 @@
 import contextlib
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.manifest import Manifest
-from elastic_mnist.snapshots.run_config import asked, fingerprint, resolve
+from elastic_mnist.snapshots.run_config import RunConfig, fingerprint, requested, resolve
 from elastic_mnist.snapshots.state import State, pack
 from elastic_mnist.snapshots.storage import Storage
 from elastic_mnist.training.model import weights_sha256
@@ -24,8 +24,8 @@ def small_state(step: int = 5, *, settings: Settings | None = None, **changes: o
     """Return a state with every field, at a step of epochs of 13 steps of 8 samples, the last of 4."""
     settings = settings or Settings(batch_size=8)
     epoch, steps_in_epoch = divmod(step, STEPS_PER_EPOCH)
-    contract = resolve(asked(settings, DATASET), world_size=1, device_type="cpu")
-    return {
+    contract = run_config(settings)
+    state: State = {
         "model": {"weight": torch.arange(6, dtype=torch.float32).reshape(2, 3) + step},
         "optimizer": {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": [{"lr": 1e-3, "params": [0]}]},
         "epoch": epoch,
@@ -43,8 +43,18 @@ def small_state(step: int = 5, *, settings: Settings | None = None, **changes: o
         "generation": 0,
         "started_at": 1.0,
         "progress": {"loss": 0.5, "num_steps": step},
-        **changes,
     }
+    return changed(state, **changes)
+
+
+def changed(state: State, **fields: object) -> State:
+    """Return a state with other values in some fields, right or wrong."""
+    return cast("State", {**state, **fields})
+
+
+def run_config(settings: Settings | None = None) -> RunConfig:
+    """Return the configuration of a run that starts with one process on a CPU."""
+    return resolve(requested(settings or Settings(), DATASET), world_size=1, device_type="cpu")
 
 
 def manifest_of(state: State, data: bytes, **changes: object) -> Manifest:

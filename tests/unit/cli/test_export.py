@@ -14,13 +14,14 @@ from structlog.testing import capture_logs
 
 from elastic_mnist.cli.main import main
 from elastic_mnist.errors import StoreConflict
+from elastic_mnist.snapshots.state import State
 from elastic_mnist.snapshots.storage import LocalStorage, open_storage
 from elastic_mnist.training.model import build, weights_sha256
 
 IMAGES = torch.randn(5, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 
 
-def state_of(step: int = 5, *, seed: int = 3, **changes: Any) -> dict[str, Any]:  # noqa: ANN401 - a state's fields
+def state_of(step: int = 5, *, seed: int = 3, **changes: Any) -> State:  # noqa: ANN401 - a state's fields
     """Return a small state with the whole network's weights."""
     return small_state(step, model=build(seed).state_dict(), **changes)
 

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 from harness import eventually
 from places import HOLDER, Place
-from states import Fault, FaultyStorage, manifest_of, small_state
+from states import Fault, FaultyStorage, manifest_of, run_config, small_state
 from structlog.testing import capture_logs
 
 from elastic_mnist.errors import Fenced, StoreError, UsageError
 from elastic_mnist.ipc import environment
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier
-from elastic_mnist.snapshots.lease import Lease, LeaseHolder, is_alive, is_late
+from elastic_mnist.snapshots.holder import LeaseHolder
+from elastic_mnist.snapshots.lease import Lease, is_late
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import pack
@@ -36,8 +37,8 @@ def claimed(
     storage: Storage, generation: int, *, job_id: str = "job", run_id: str = "run", began_at: int | None = None
 ) -> Lease:
     """Claim a place as a generation does, on top of what lies there."""
-    record = RunRecord.new({"seed": 0}, started_at=1.0)
-    holder = replace(HOLDER, job_id=job_id).to_plain()
+    record = RunRecord.new(run_config(), started_at=1.0)
+    holder = replace(HOLDER, job_id=job_id)
     record = replace(record, run_id=run_id, generation=generation, holder=holder, began_at=began_at)
     storage.create()
     claim = Lease(storage, record, storage.version(run_record.NAME))
@@ -86,7 +87,10 @@ def test_another_job_takes_over_by_name(storage: Storage) -> None:
 def test_of_two_claims_at_once_one_stands(storage: Storage) -> None:
     """Two generations that have seen the same record cannot both have the place."""
     storage.create()
-    records = [replace(RunRecord.new({}, started_at=1.0), holder={"job_id": name}) for name in ("one", "other")]
+    records = [
+        replace(RunRecord.new(run_config(), started_at=1.0), holder=LeaseHolder(job_id=name))
+        for name in ("one", "other")
+    ]
     one, other = (Lease(storage, record, None) for record in records)
     one.take()
     with pytest.raises(UsageError, match="taken over by another job"):
@@ -255,7 +259,7 @@ def test_a_writer_that_wakes_up_late_spoils_nothing(newer_step: int, tmp_path: P
 
 def test_what_an_older_generation_saved_is_late_beyond_where_the_recorded_one_began() -> None:
     """At that step or before it, it is what was gone on from; another run's or a later generation's is not late."""
-    record = replace(RunRecord.new({}, started_at=1.0), run_id="run", generation=2, began_at=5)
+    record = replace(RunRecord.new(run_config(), started_at=1.0), run_id="run", generation=2, began_at=5)
     manifest = manifest_of(small_state(6), pack(small_state(6)), run_id="run", generation=1)
     assert is_late(manifest, record)
     assert is_late(replace(manifest, generation=0), record)
@@ -322,9 +326,10 @@ def test_a_finished_jobs_place_is_free(tmp_path: Path, sleeper: "subprocess.Pope
 
 def test_a_reused_process_id_is_no_living_job(sleeper: "subprocess.Popen[bytes]") -> None:
     """The number alone does not count: the process must have begun at the same tick, on the same host."""
-    holder = job_of(sleeper.pid).to_plain()
-    assert is_alive(holder)
-    assert not is_alive({**holder, "pid_started": holder["pid_started"] - 1})
-    assert not is_alive({**holder, "host": "elsewhere"})
-    assert not is_alive({**holder, "pid_started": None})
-    assert not is_alive({})
+    holder = job_of(sleeper.pid)
+    assert holder.pid_started is not None
+    assert holder.is_alive
+    assert not replace(holder, pid_started=holder.pid_started - 1).is_alive
+    assert not replace(holder, host="elsewhere").is_alive
+    assert not replace(holder, pid_started=None).is_alive
+    assert not LeaseHolder().is_alive

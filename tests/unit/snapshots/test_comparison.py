@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from states import small_state
+from states import changed, small_state
 from torch import Tensor
 
 from elastic_mnist.snapshots.comparison import Difference, compare
@@ -50,7 +50,7 @@ def test_a_tensor_without_dimensions() -> None:
 @pytest.mark.parametrize("field", ["epoch", "step", "samples_in_epoch"])
 def test_a_position(field: str) -> None:
     """A position that differs is told by its field and both numbers."""
-    difference = differ(state_with(), {**state_with(), field: 99})
+    difference = differ(state_with(), changed(state_with(), **{field: 99}))
     assert (difference.key, difference.theirs, difference.num_keys, difference.largest) == (field, 99, 1, None)
 
 
@@ -106,7 +106,7 @@ def test_another_shape_or_type(other: Tensor) -> None:
 def test_a_key_that_only_one_has(value: object) -> None:
     """A key that one of two lacks is a difference, whatever its value is."""
     ours = state_with()
-    theirs = {**ours, "optimizer": {**ours["optimizer"], "more": value}}
+    theirs = state_with(optimizer={**ours["optimizer"], "more": value})
     assert differ(ours, theirs).key == "optimizer/more"
 
 

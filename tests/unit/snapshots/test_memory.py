@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 import torch
 from harness import eventually
-from states import small_state
+from states import run_config, small_state
 from structlog.testing import capture_logs
 
 from elastic_mnist.snapshots import memory
@@ -21,7 +21,7 @@ from elastic_mnist.snapshots.memory import MemorySnapshot, MemoryTier
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.state import State, pack
 
-RECORD = RunRecord.new({"seed": 0}, started_at=1.0)
+RECORD = RunRecord.new(run_config(), started_at=1.0)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_new_worker_keeps_the_old_ones_state_until_it_has_one_of_its_own(path:
     old = MemoryTier(path, RECORD)
     for step in (5, 6):
         old.put(small_state(step))
-    new = MemoryTier(path, RECORD.next_generation(num_lost_steps=1, contract={"seed": 0}))
+    new = MemoryTier(path, RECORD.next_generation(num_lost_steps=1, contract=RECORD.contract))
     new.put(small_state(3))
     assert (held_at(path).position.step, held_at(path).record.generation) == (3, 1)
 

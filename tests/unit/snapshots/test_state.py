@@ -5,16 +5,16 @@ import os
 import pickle
 import re
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import small_state
+from states import changed, small_state
 
 from elastic_mnist.errors import SnapshotError, StoreError
-from elastic_mnist.snapshots.state import pack, position_of, unpack
+from elastic_mnist.snapshots.state import State, pack, position_of, unpack
 from elastic_mnist.training.sampler import Position
 
 FIELDS = {
@@ -91,24 +91,24 @@ def test_the_position_is_that_of_the_fields() -> None:
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_missing_field_is_named(field: str) -> None:
     """A file without one of the fields is refused with the field's name."""
-    state = small_state()
+    state = cast("dict[str, Any]", small_state())
     del state[field]
     with pytest.raises(SnapshotError, match=f"its field {field} is missing"):
-        unpack(pack(state))
+        unpack(pack(cast("State", state)))
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_of_another_kind_is_named(field: str) -> None:
     """A file with a list in the place of a field is refused with the field's name."""
     with pytest.raises(SnapshotError, match=f"its field {field} is missing or not a {FIELDS[field].__name__}"):
-        unpack(pack({**small_state(), field: [1]}))
+        unpack(pack(changed(small_state(), **{field: [1]})))
 
 
 @pytest.mark.parametrize("field", ["epoch", "step", "samples_in_epoch"])
 def test_an_impossible_position_is_named(field: str) -> None:
     """A position below zero is no position."""
     with pytest.raises(SnapshotError, match=f"its field {field} is -1"):
-        unpack(pack({**small_state(), field: -1}))
+        unpack(pack(changed(small_state(), **{field: -1})))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from elastic_mnist.ipc import environment
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.resume import Start, check_same_settings, from_bytes, to_bytes
-from elastic_mnist.snapshots.run_config import asked
+from elastic_mnist.snapshots.run_config import requested
 from elastic_mnist.worker.run import agree_on_start
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def test_other_settings_than_rank_0s_are_refused_by_name(
     """The error is one line that names the field and says what to do."""
     start = fresh(Place(tmp_path))
     with pytest.raises(UsageError, match=f"[:;] {field} is .*; start all nodes with the same options$") as caught:
-        check_same_settings(start, asked(settings, dataset))
+        check_same_settings(start, requested(settings, dataset))
     assert "\n" not in str(caught.value)
 
 
@@ -150,7 +150,7 @@ def test_the_smaller_side_of_a_difference_is_checked_too(tmp_path: Path) -> None
     """Where rank 0 has a cosine and this rank has none, the schedule is named."""
     start = Place(tmp_path).decide(lr_schedule="cosine")
     with pytest.raises(UsageError, match="lr_schedule is constant here and cosine at rank 0"):
-        check_same_settings(start, asked(Settings(batch_size=8), DATASET))
+        check_same_settings(start, requested(Settings(batch_size=8), DATASET))
 
 
 @pytest.mark.parametrize(
