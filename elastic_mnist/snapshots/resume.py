@@ -6,14 +6,13 @@ under the same settings a step has the same bits, whoever made it. A run never s
 snapshots, and never goes on under settings that change its result unless it is told to.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from elastic_mnist.errors import ReportedByRank0, SnapshotError, StoreError, UsageError
+from elastic_mnist.errors import SnapshotError, StoreError, UsageError
 from elastic_mnist.settings import Settings, disagreements
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier, Snapshot
@@ -22,7 +21,6 @@ from elastic_mnist.snapshots.importers import ForeignFile
 from elastic_mnist.snapshots.lease import Lease, is_late, refuse_if_in_use
 from elastic_mnist.snapshots.lookup import find
 from elastic_mnist.snapshots.manifest import Manifest
-from elastic_mnist.snapshots.memory import MemorySnapshot
 from elastic_mnist.snapshots.progress import ProgressFile
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.run_config import RequestedConfig, RunConfig, accept, differences, resolve
@@ -65,9 +63,9 @@ class Start:
         num_lost_steps: steps that the generation before made and this one must make again; None: not known.
         saved: what is finished in the newest durable snapshot of the run; None where there is none.
         finished: the manifest of the final snapshot, where nothing is left to do.
-        holder: the rank whose memory tier has the state, for the source "memory".
-        data: the snapshot's bytes; None for a fresh start, and for the source "memory" until its holder has sent it.
-        claim: rank 0's claim on the place of the snapshots; None at other ranks.
+        state_rank: the rank that has the state's bytes; None where there are none.
+        data: the state's bytes; None where there are none, and until `state_rank` has sent them.
+        claim: rank 0's lease on the snapshot path; None at other ranks.
     """
 
     record: RunRecord
@@ -77,13 +75,17 @@ class Start:
     num_lost_steps: int | None = 0
     saved: Position | None = None
     finished: Manifest | None = None
-    holder: int | None = None
+    state_rank: int | None = None
     data: bytes | None = None
     claim: Lease | None = field(default=None, compare=False)
 
     def state(self) -> State | None:
         """Return the state to go on from, None for a fresh start."""
         return None if self.data is None else unpack(self.data)
+
+    def for_broadcast(self) -> "Start":
+        """Return the decision as rank 0 sends it: without the state, which is sent next, and without the lease."""
+        return replace(self, data=None, claim=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +149,13 @@ def decide(
         source=found.source,
         path=path,
         saved=found.saved,
-        holder=None if found.offer is None else found.offer.rank,
+        state_rank=found.offer.rank if found.offer is not None else 0 if found.snapshot is not None else None,
         data=found.snapshot.data if isinstance(found.snapshot, Snapshot) else None,
     )
     if found.record is not None:
         if found.record.is_finished and found.source == "storage" and position.epoch >= settings.epochs:
             assert isinstance(found.snapshot, Snapshot)
-            return replace(start, record=found.record, data=None, finished=found.snapshot.manifest)
+            return replace(start, record=found.record, state_rank=None, data=None, finished=found.snapshot.manifest)
         start = _go_on(start, found.record, position, mark_path, holder)
     record = replace(start.record, holder=holder, began_at=position.step)
     if record.num_stalled >= MAX_STALLED:
@@ -319,60 +321,6 @@ def _newest_position(tier: DurableTier, *, before: int) -> Position | None:
     return next((manifest.position for manifest in tier.manifests() if manifest.step < before), None)
 
 
-def to_bytes(start: Start | UsageError) -> bytes:
-    """Serialise rank 0's decision, or the error that keeps it from one, for the other ranks."""
-    if isinstance(start, UsageError):
-        return _frame({"error": str(start)}, b"")
-    head = {
-        "record": start.record.to_plain(),
-        "asked": start.asked,
-        "source": start.source,
-        "path": start.path,
-        "num_lost_steps": start.num_lost_steps,
-        "saved": None if start.saved is None else vars(start.saved),
-        "finished": start.finished.to_json().decode() if start.finished else None,
-        "holder": start.holder,
-        "has_data": start.data is not None,
-    }
-    return _frame(head, start.data or b"")
-
-
-def from_bytes(message: bytes) -> Start:
-    """Read what `to_bytes` made; raises `ReportedByRank0` where rank 0 had an error."""
-    size = int.from_bytes(message[:8], "little")
-    head, data = json.loads(message[8 : 8 + size]), message[8 + size :]
-    if "error" in head:
-        raise ReportedByRank0(head["error"])
-    finished = head["finished"]
-    return Start(
-        record=RunRecord.from_plain(head["record"]),
-        asked=head["asked"],
-        source=head["source"],
-        path=head["path"],
-        num_lost_steps=head["num_lost_steps"],
-        saved=None if head["saved"] is None else Position(**head["saved"]),
-        finished=_manifest(finished.encode()) if finished else None,
-        holder=head["holder"],
-        data=data if head["has_data"] else None,
-    )
-
-
-def offer_to_text(held: MemorySnapshot | None) -> str:
-    """Serialise what this node's memory tier offers, for rank 0."""
-    return "" if held is None else json.dumps({"record": held.record.to_plain(), "position": vars(held.position)})
-
-
-def offers_from_texts(texts: Sequence[str]) -> list[Candidate]:
-    """Read the offers of all ranks, in the ranks' order."""
-    offers = []
-    for rank, text in enumerate(texts):
-        if text:
-            content = json.loads(text)
-            record, position = RunRecord.from_plain(content["record"]), Position(**content["position"])
-            offers.append(Candidate(rank=rank, record=record, position=position))
-    return offers
-
-
 def check_same_settings(start: Start, asked: Mapping[str, Any]) -> None:
     """Raise `UsageError` where this rank was started with other settings than rank 0."""
     texts = disagreements(asked, start.asked, "at rank 0")
@@ -444,12 +392,3 @@ def _agreed(recorded: RunConfig, asked: RequestedConfig, settings: Settings, whe
             f"or go on under the new ones with --accept_changes"
         )
     return accept(recorded, asked, world_size=world_size)
-
-
-def _frame(head: dict[str, Any], data: bytes) -> bytes:
-    text = json.dumps(head).encode()
-    return len(text).to_bytes(8, "little") + text + data
-
-
-def _manifest(data: bytes) -> Manifest:
-    return Manifest.from_json(data, f"step-{json.loads(data)['step']:08d}.json")

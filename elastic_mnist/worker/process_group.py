@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from elastic_mnist.ipc.heartbeat import EXIT_BARRIER, WAITING
 from elastic_mnist.worker.heartbeat import heartbeat_writer
 from elastic_mnist.worker.peers import PeerWatch
 from elastic_mnist.worker.rendezvous_store import assign_rank, open_store
+
+_T = TypeVar("_T")
 
 _BACKSTOP: Final = timedelta(days=1)
 """A collective waits for a slow peer for as long as it lives; whether it does is for `PeerWatch` to tell."""
@@ -65,39 +67,40 @@ class World:
                 if tensor.is_cuda:  # NCCL returns at once; it is here that one waits, and here that a loss is noticed
                     torch.cuda.synchronize(tensor.device)
 
-    def gather(self, name: str, text: str) -> list[str]:
-        """Return the short texts that the ranks say under a name of its own, in their order; empty but at rank 0."""
-        with guard(f"gathering of {name}"):
-            self._store.set(f"{name}/{self.rank}", text)
-            ranks = range(self.size) if self.rank == 0 else ()
-            return [self._store.get(f"{name}/{rank}").decode() for rank in ranks]
+    def gather(self, value: _T) -> list[_T]:
+        """Return the ranks' values in their order at rank 0, an empty list at the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with guard("gather"):
+            dist.gather_object(value, values)
+        return values or []
 
-    def broadcast(self, payload: bytes | None, *, source: int = 0) -> bytes:
-        """Send the `payload` of rank `source` to all ranks, which pass None; checked against its digest.
+    def broadcast(self, value: _T | None, *, source: int = 0) -> _T:
+        """Return the value of rank `source`; the other ranks' is ignored.
+
+        It is pickled, between the ranks of one job only, and travels through the CPU's backend.
+        """
+        if self.size > 1:
+            values: list[Any] = [value]
+            with guard("broadcast"):
+                dist.broadcast_object_list(values, src=source, device=torch.device("cpu"))
+            (value,) = values
+        return cast("_T", value)
+
+    def broadcast_bytes(self, data: bytes | None, *, source: int = 0) -> bytes:
+        """Return the bytes of rank `source`, checked against their digest.
 
         Raises:
             PeerLost: a rank is gone, or what arrived is not what was sent.
         """
         if self.size == 1:
-            assert payload is not None
-            return payload
-        header = torch.zeros(40, dtype=torch.uint8)
-        if payload is not None:
-            head = len(payload).to_bytes(8, "little") + hashlib.sha256(payload).digest()
-            header = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        with guard("broadcast"):
-            dist.broadcast(header, src=source)
-            head = header.numpy().tobytes()
-            size = int.from_bytes(head[:8], "little")
-            body = (
-                torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-                if payload
-                else torch.empty(size, dtype=torch.uint8)
-            )
-            dist.broadcast(body, src=source)
-        received = body.numpy().tobytes()
-        if hashlib.sha256(received).digest() != head[8:]:
-            raise PeerLost(f"broadcast: the {size:,} bytes that arrived are not those that rank {source} sent")
+            assert data is not None
+            return data
+        sent = None if data is None else (data, hashlib.sha256(data).digest())
+        received, digest = self.broadcast(sent, source=source)
+        if hashlib.sha256(received).digest() != digest:
+            raise PeerLost(f"broadcast: the {len(received):,} bytes that arrived are not those that rank {source} sent")
         return received
 
     def part(self) -> None:

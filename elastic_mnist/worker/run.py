@@ -3,13 +3,13 @@
 Every rank walks through `run` in step; what only rank 0 says or writes is marked so.
 """
 
-import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from elastic_mnist.errors import AlreadyReported, Stopped, StoreError, UsageError, print_message
+from elastic_mnist.errors import AlreadyReported, ReportedByRank0, Stopped, StoreError, UsageError, print_message
 from elastic_mnist.ipc import heartbeat
 from elastic_mnist.ipc.environment import WorkerEnvironment
 from elastic_mnist.ipc.heartbeat import COMPUTING, FINISHING
@@ -18,7 +18,8 @@ from elastic_mnist.snapshots import memory, resume, run_config
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.progress import ProgressFile
-from elastic_mnist.snapshots.resume import Start
+from elastic_mnist.snapshots.resume import Candidate, Start
+from elastic_mnist.snapshots.run_config import RequestedConfig
 from elastic_mnist.snapshots.state import State, pack
 from elastic_mnist.snapshots.writer import Write, with_retries
 from elastic_mnist.telemetry import events
@@ -111,43 +112,53 @@ def tell_stop(job: Job, training: Training) -> None:
 
 
 def agree_on_start(job: Job) -> Start:
-    """Let each node offer what it holds and rank 0 decide where to go on from; all ranks know, and have the state."""
+    """Gather the nodes' memory snapshots, let rank 0 decide, and give all ranks its decision and the state."""
     asked = run_config.requested(job.settings, job.dataset_facts)
-    in_step = run_config.must_match_across_ranks(asked, job.settings, job.device.type)
+    same = run_config.must_match_across_ranks(asked, job.settings, job.device.type)
     held = None
     if job.place.memory_path is not None and job.place.local_rank == 0:
         held = memory.read(job.place.memory_path)
-    offers = job.world.gather("offer", resume.offer_to_text(held))
-    if job.world.rank != 0:
-        start = resume.from_bytes(job.world.broadcast(None))
+    own = None if held is None else Candidate(rank=job.world.rank, record=held.record, position=held.position)
+    candidates = job.world.gather(own)
+    if job.world.rank == 0:
+        start = replace(decide(job, asked, [candidate for candidate in candidates if candidate]), asked=same)
+        job.world.broadcast(start.for_broadcast())
     else:
-        try:
-            start = resume.decide(
-                job.storage,
-                job.tier,
-                job.settings,
-                asked,
-                world_size=job.world.size,
-                device_type=job.device.type,
-                mark_path=job.mark_path,
-                holder=LeaseHolder.of(job.place),
-                offers=resume.offers_from_texts(offers),
-            )
-        except UsageError as error:
-            if not job.place.is_first_attempt:
-                log.error("run.failed", reason=str(error))
-            refuse(job.place, str(error))  # before the others know: when they end, this process is ended too
-            job.world.broadcast(resume.to_bytes(error))
-            raise AlreadyReported from error
-        start = replace(start, asked=in_step)
-        job.world.broadcast(resume.to_bytes(start))
-    resume.check_same_settings(start, in_step)
-    if start.holder is not None:
-        data = pack(held.state) if held is not None and start.holder == job.world.rank else None
-        start = replace(start, data=job.world.broadcast(data, source=start.holder))
+        decision: Start | ReportedByRank0 = job.world.broadcast(None)
+        if isinstance(decision, ReportedByRank0):
+            raise decision
+        start = decision
+    resume.check_same_settings(start, same)
+    if start.state_rank is not None:
+        data = start.data
+        if held is not None and start.source == "memory" and start.state_rank == job.world.rank:
+            data = pack(held.state)
+        start = replace(start, data=job.world.broadcast_bytes(data, source=start.state_rank))
     if job.world.rank > 0 and job.place.local_rank == 0:
         warn_of_unshared_snapshots(job, start)
     return start
+
+
+def decide(job: Job, asked: RequestedConfig, candidates: Sequence[Candidate]) -> Start:
+    """Decide on rank 0; an error is logged and printed here, and raised at all ranks."""
+    try:
+        return resume.decide(
+            job.storage,
+            job.tier,
+            job.settings,
+            asked,
+            world_size=job.world.size,
+            device_type=job.device.type,
+            mark_path=job.mark_path,
+            holder=LeaseHolder.of(job.place),
+            offers=candidates,
+        )
+    except UsageError as error:
+        if not job.place.is_first_attempt:
+            log.error("run.failed", reason=str(error))
+        refuse(job.place, str(error))  # before the others know: when they end, this process is ended too
+        job.world.broadcast(ReportedByRank0(str(error)))
+        raise AlreadyReported from error
 
 
 def warn_of_unshared_snapshots(job: Job, start: Start) -> None:
@@ -167,7 +178,7 @@ def warn_of_unshared_snapshots(job: Job, start: Start) -> None:
 def warn_of_changed_bits(job: Job, state: State | None) -> None:
     """Say once where the bits may differ from here on: another environment than rank 0's, or than the snapshot's."""
     here = determinism.of(job.device)
-    at_rank_0 = json.loads(job.world.broadcast(json.dumps(here).encode() if job.world.rank == 0 else None))
+    at_rank_0 = job.world.broadcast(here)
     if here != at_rank_0:
         log.warning("world.mixed", changed=determinism.changes(at_rank_0, here))
     elif state is not None and job.world.rank == 0 and state["versions"] and here != state["versions"]:

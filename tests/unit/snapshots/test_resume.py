@@ -254,7 +254,7 @@ def test_a_snapshot_of_the_step_that_memory_holds_needs_no_second_one(at_steps_3
     """The memory is gone on from, what is saved is that step, and nothing is rejected."""
     with capture_logs() as events:
         start = at_steps_3_and_5.decide(offers=[offered(at_steps_3_and_5, 5)])
-    assert (start.source, start.holder, start.data) == ("memory", 0, None)
+    assert (start.source, start.state_rank, start.data) == ("memory", 0, None)
     assert start.saved == position_of(small_state(5))
     assert events == []
 

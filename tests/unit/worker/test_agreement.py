@@ -1,5 +1,6 @@
 """How rank 0's decision reaches the other ranks, and what they check of it."""
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,11 @@ import torch
 from places import Place
 from states import DATASET, small_state
 
-from elastic_mnist.errors import StoreError, UsageError
+from elastic_mnist.errors import AlreadyReported, ReportedByRank0, UsageError
 from elastic_mnist.ipc import environment
 from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots.durable import DurableTier
-from elastic_mnist.snapshots.resume import Start, check_same_settings, from_bytes, to_bytes
+from elastic_mnist.snapshots.resume import Start, check_same_settings
 from elastic_mnist.snapshots.run_config import requested
 from elastic_mnist.worker.run import agree_on_start
 
@@ -22,60 +23,51 @@ if TYPE_CHECKING:
     from elastic_mnist.worker.setup import Job
 
 
-def fresh(place: Place) -> Start:
-    """Start from nothing."""
-    return place.decide()
+def fresh(_place: Place) -> None:
+    """Leave nothing to start from."""
 
 
-def restarted(place: Place) -> Start:
-    """Start again with an unknown number of lost steps."""
+def restarted(place: Place) -> None:
+    """Have a generation behind, with an unknown number of lost steps."""
     place.decide()
-    return place.decide()
 
 
-def from_storage(place: Place) -> Start:
-    """Start from a snapshot."""
+def from_storage(place: Place) -> None:
+    """Have a snapshot."""
     place.commit(5)
-    return place.decide()
 
 
-def from_file(place: Place) -> Start:
-    """Start from a snapshot elsewhere."""
-    other = Place(place.directory.parent / "other")
-    other.commit(5)
-    return place.decide(resume_from=str(other.directory))
-
-
-def finished(place: Place) -> Start:
-    """Find nothing left to do."""
+def finished(place: Place) -> None:
+    """Have nothing left to do."""
     place.commit(26, run_id=place.decide().record.run_id)
     place.finish()
-    start = place.decide(epochs=2)
-    assert start.finished is not None
-    return start
 
 
-class OneMessage:
-    """The world of two ranks that are asked one after the other: rank 1 gets what rank 0 broadcast."""
+class PickledMessages:
+    """The world of two ranks that run one after the other: rank 1 gets pickles of what rank 0 broadcast."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 2
-        self._message = b""
+        self._messages: list[bytes] = []
 
-    def gather(self, _name: str, text: str) -> list[str]:
-        """Return what rank 0 knows of itself; rank 1 has not spoken yet."""
-        return [text, ""] if self.rank == 0 else []
+    def gather(self, value: object) -> list[object]:
+        """Return what rank 0 has; rank 1 is yet to come."""
+        return [value, None] if self.rank == 0 else []
 
-    def broadcast(self, payload: bytes | None, *, source: int = 0) -> bytes:
+    def broadcast(self, value: object, *, source: int = 0) -> object:
         """Keep rank 0's message, or return it."""
         assert source == 0
-        self._message = self._message if payload is None else payload
-        return self._message
+        if self.rank == 0:
+            self._messages.append(pickle.dumps(value))
+            return value
+        return pickle.loads(self._messages.pop(0))  # noqa: S301 - pickled above
+
+    broadcast_bytes = broadcast
 
 
 def agreed(place: Place, *settings: Settings, devices: tuple[str, str] = ("cpu", "cpu")) -> list[Start]:
     """Return what rank 0 and rank 1, each with settings and a kind of device of its own, know before their start."""
-    world, starts = OneMessage(), []
+    world, starts = PickledMessages(), []
     for rank in (0, 1):
         world.rank = rank
         job = SimpleNamespace(
@@ -88,33 +80,42 @@ def agreed(place: Place, *settings: Settings, devices: tuple[str, str] = ("cpu",
             tier=DurableTier(place.storage),
             mark_path=place.mark_path,
         )
-        starts.append(agree_on_start(cast("Job", job)))
+        try:
+            starts.append(agree_on_start(cast("Job", job)))
+        except AlreadyReported:
+            assert rank == 0
     return starts
 
 
-STARTS = [fresh, restarted, from_storage, from_file, finished]
-
-
-@pytest.mark.parametrize("kind", STARTS)
-def test_a_decision_arrives_as_it_was_made(kind: Callable[[Place], Start], tmp_path: Path) -> None:
-    """Every field of every kind of start comes back, the state's bytes too."""
-    start = kind(Place(tmp_path))
-    assert from_bytes(to_bytes(start)) == start
+@pytest.mark.parametrize("prepare", [fresh, restarted, from_storage, finished])
+def test_a_decision_arrives_as_it_was_made(prepare: Callable[[Place], None], tmp_path: Path) -> None:
+    """Every field of every kind of start, the state's bytes too, is the same at rank 1; the lease is rank 0's alone."""
+    place, settings = Place(tmp_path), Settings(batch_size=8, epochs=2)
+    prepare(place)
+    first, second = agreed(place, settings, settings)
+    assert first == second
+    assert (first.finished is not None) == (prepare is finished)
+    assert (first.claim is None, second.claim) == (prepare is finished, None)
 
 
 def test_a_state_arrives_whole(tmp_path: Path) -> None:
-    """The receiver unpacks the state that rank 0 has."""
-    state = from_bytes(to_bytes(from_storage(Place(tmp_path)))).state()
+    """Rank 1 unpacks the state that rank 0 has read, of a snapshot at another place too."""
+    place, other = Place(tmp_path), Place(tmp_path / "other")
+    other.commit(5)
+    settings = Settings(batch_size=8, resume_from=str(other.directory))
+    state = agreed(place, settings, settings)[1].state()
     assert state is not None
     assert state["model"]["weight"].equal(small_state(5)["model"]["weight"])
 
 
-@pytest.mark.parametrize("error", [UsageError("one line"), StoreError("--snapshot_path ä: 403")])
-def test_an_error_of_rank_0_is_raised_at_every_rank(error: UsageError) -> None:
-    """The receiver raises a UsageError with the same text."""
-    with pytest.raises(UsageError) as caught:
-        from_bytes(to_bytes(error))
-    assert str(caught.value) == str(error)
+def test_an_error_of_rank_0_is_raised_at_every_rank(tmp_path: Path) -> None:
+    """Where rank 0 cannot decide, rank 1 raises a UsageError with the same text."""
+    place, settings = Place(tmp_path), Settings(batch_size=8, resume_from=str(tmp_path / "nothing"))
+    with pytest.raises(UsageError) as here:
+        place.decide(resume_from=settings.resume_from)
+    with pytest.raises(ReportedByRank0) as there:
+        agreed(place, settings, settings)
+    assert str(there.value) == str(here.value)
 
 
 def test_the_same_settings_are_agreed_on(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_other_settings_than_rank_0s_are_refused_by_name(
     field: str, settings: Settings, dataset: dict[str, object], tmp_path: Path
 ) -> None:
     """The error is one line that names the field and says what to do."""
-    start = fresh(Place(tmp_path))
+    start = Place(tmp_path).decide()
     with pytest.raises(UsageError, match=f"[:;] {field} is .*; start all nodes with the same options$") as caught:
         check_same_settings(start, requested(settings, dataset))
     assert "\n" not in str(caught.value)

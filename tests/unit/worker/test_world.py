@@ -33,6 +33,7 @@ from elastic_mnist.telemetry import events
 from elastic_mnist.training import model
 from elastic_mnist.training.evaluation import evaluate
 from elastic_mnist.training.pool import MicroBatchPool
+from elastic_mnist.training.sampler import Position
 from elastic_mnist.worker import rendezvous_store
 from elastic_mnist.worker.heartbeat import heartbeat_writer
 from elastic_mnist.worker.process_group import World
@@ -230,20 +231,58 @@ def payload(size: int) -> bytes:
 
 
 def send(place: WorkerEnvironment, _say: Say, sizes: list[int]) -> list[str]:
-    """Receive what rank 0 broadcasts."""
+    """Receive the bytes that the last rank broadcasts."""
     here = World(place, CPU, timeout=TIMEOUT)
-    received = [here.broadcast(payload(size) if place.rank == 0 else None) for size in sizes]
+    last = place.world_size - 1
+    received = [here.broadcast_bytes(payload(size) if place.rank == last else None, source=last) for size in sizes]
     assert all(type(data) is bytes for data in received)
     return [f"{len(data)} {hashlib.sha256(data).hexdigest()}" for data in received]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_broadcast_arrives_whole(size: int, store: dist.TCPStore) -> None:
-    """Nothing, one byte and 10 MiB, one after the other, arrive at every rank as rank 0 sent them."""
+    """Nothing, one byte and 10 MiB, one after the other, arrive at every rank as the last rank sent them."""
     sizes = [0, 1, 10 * 2**20, 0, 3]
     sent = [f"{len(data)} {hashlib.sha256(data).hexdigest()}" for data in map(payload, sizes)]
     with Ranks(send, sizes, size=size, **hosted(store)) as ranks:
         assert ranks.start().hear_all() == [sent] * size
+
+
+def exchange(place: WorkerEnvironment, _say: Say) -> object:
+    """Gather a position of each rank, then get all of them from rank 0."""
+    here = World(place, CPU, timeout=TIMEOUT)
+    gathered = here.gather(Position(step=place.rank))
+    return here.broadcast(gathered if place.rank == 0 else None)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_objects_are_gathered_in_the_ranks_order(size: int, store: dist.TCPStore) -> None:
+    """Rank 0 gets every rank's object in order, and each rank gets rank 0's object."""
+    with Ranks(exchange, size=size, **hosted(store)) as ranks:
+        assert ranks.start().hear_all() == [[Position(step=rank) for rank in range(size)]] * size
+
+
+def send_damaged(place: WorkerEnvironment, _say: Say) -> bytes:
+    """Broadcast bytes of which one is flipped on the way to rank 1."""
+    here = World(place, CPU, timeout=TIMEOUT)
+    if place.rank == 1:
+        receive = here.broadcast
+
+        def damaged(value: Any, *, source: int = 0) -> Any:  # noqa: ANN401 - as `World.broadcast`
+            data, digest = receive(value, source=source)
+            return bytes([data[0] ^ 1]) + data[1:], digest
+
+        setattr(here, "broadcast", damaged)  # noqa: B010 - a method
+    return here.broadcast_bytes(payload(1000) if place.rank == 0 else None)
+
+
+def test_a_state_that_is_damaged_on_its_way_is_not_used(store: dist.TCPStore) -> None:
+    """Where one bit of the bytes flips between the ranks, the receiver raises PeerLost."""
+    with Ranks(send_damaged, size=2, **hosted(store)) as ranks:
+        sent, error = ranks.start().hear_all()
+    assert sent == payload(1000)
+    assert isinstance(error, PeerLost)
+    assert "the 1,000 bytes that arrived are not those that rank 0 sent" in str(error)
 
 
 # Losing each other
