@@ -24,7 +24,7 @@ from elastic_mnist.training.model import weights_sha256
 def run(snapshot: str, file: str, *, force: bool) -> int:
     """Write the file and say what it holds; return 0, or 1 where the snapshot is damaged or does not fit."""
     storage, name = _target(file)
-    if not force and storage.version(name) is not None:
+    if not force and storage.etag(name) is not None:
         raise _in_the_way(file)
     try:
         found = find(snapshot, named="snapshot", allow_foreign=True)
@@ -37,7 +37,7 @@ def run(snapshot: str, file: str, *, force: bool) -> int:
         storage.put(name, data)
     else:
         try:
-            storage.put_if(name, data, None)
+            storage.put_if_match(name, data, None)
         except StoreConflict:
             raise _in_the_way(file) from None
     print(f"exported  {storage.path(name)}")  # noqa: T201

@@ -62,28 +62,28 @@ class DurableTier:
         self._keep_last = keep_last
         self.num_rejected = 0
 
-    def save(self, data: bytes, manifest: Manifest, check_claim: Callable[[], None] = lambda: None) -> None:
+    def save(self, data: bytes, manifest: Manifest, check_lease: Callable[[], None] = lambda: None) -> None:
         """Commit a snapshot, read it back, then remove the oldest ones beyond `keep_last`.
 
         Args:
             data: the bytes that the manifest is of.
             manifest: commits them.
-            check_claim: raises where this process may no longer write here; called before each write.
+            check_lease: raises where this process may no longer write here; called before each write.
 
         Raises:
             StoreError: it could not be written, or does not read back; what was there before still is.
-            Exception: what `check_claim` raises.
+            Exception: what `check_lease` raises.
         """
         began = time.monotonic()
         assert len(data) == manifest.size_bytes
-        check_claim()
+        check_lease()
         there = self._committed(manifest.name)
         if there is None:
-            self._put(manifest.data_name, data, check_claim)
-            self._put(manifest.name, manifest.to_json(), check_claim)
+            self._put(manifest.data_name, data, check_lease)
+            self._put(manifest.name, manifest.to_json(), check_lease)
         elif not is_same(there, manifest):
-            self._put(manifest.name, replace(manifest, replaces=there).to_json(), check_claim)
-            self._put(manifest.data_name, data, check_claim)
+            self._put(manifest.name, replace(manifest, replaces=there).to_json(), check_lease)
+            self._put(manifest.data_name, data, check_lease)
         log.info(
             "snapshot.saved",
             tier="storage",
@@ -99,7 +99,7 @@ class DurableTier:
         except StoreError as error:  # the snapshot is committed; the old ones cost space only
             log.warning("snapshot.prune_failed", reason=str(error))
 
-    def save_state(self, state: State, check_claim: Callable[[], None]) -> None:
+    def save_state(self, state: State, check_lease: Callable[[], None]) -> None:
         """Commit a state as a snapshot.
 
         Raises:
@@ -120,7 +120,7 @@ class DurableTier:
             created_at=time.time(),
             test_accuracy=state["progress"]["test_accuracy"],
         )
-        self.save(data, manifest, check_claim)
+        self.save(data, manifest, check_lease)
 
     def _committed(self, manifest_name: str) -> Manifest | None:
         """Return what is known of the snapshot that is committed under a name; None where there is none.
@@ -135,17 +135,17 @@ class DurableTier:
             self._reject(manifest_name, str(error))
             return None
 
-    def _put(self, name: str, data: bytes, check_claim: Callable[[], None]) -> None:
+    def _put(self, name: str, data: bytes, check_lease: Callable[[], None]) -> None:
         """Write what nobody has written meanwhile, and believe it once it reads back: retention relies on it.
 
-        Whoever had a claim here and lost it can still be about to write. It has seen the version before ours, or none,
+        Whoever had a claim here and lost it can still be about to write. It has seen the object before ours, or none,
         and fails; if it was faster, we fail, and see that the claim is ours.
         """
         for attempt in range(_NUM_ATTEMPTS):
-            version = self._storage.version(name)
-            check_claim()
+            etag = self._storage.etag(name)
+            check_lease()
             try:
-                self._storage.put_if(name, data, version)
+                self._storage.put_if_match(name, data, etag)
                 break
             except StoreConflict:
                 if attempt == _NUM_ATTEMPTS - 1:
@@ -157,7 +157,7 @@ class DurableTier:
         if not is_whole:
             raise StoreError(f"{self._storage.path(name)}: does not read back as it was written; check the store")
 
-    def manifests(self, is_late: Callable[[Manifest], bool] = lambda _: False) -> list[Manifest]:
+    def manifests(self, is_stale: Callable[[Manifest], bool] = lambda _: False) -> list[Manifest]:
         """Return the valid manifests, the largest step first; invalid ones, and late ones, are told and set aside."""
         found = []
         for name in self._storage.names():
@@ -169,7 +169,7 @@ class DurableTier:
                 except SnapshotError as error:
                     self._reject(name, str(error))
                     continue
-                if is_late(manifest):
+                if is_stale(manifest):
                     self._reject(name, f"generation {manifest.generation} saved it when a later one had gone on")
                 else:
                     found.append(manifest)
@@ -197,13 +197,13 @@ class DurableTier:
         return Snapshot(path=path, data=data, state=state, manifest=known)
 
     def newest_valid(
-        self, *, after: int = -1, is_late: Callable[[Manifest], bool] = lambda _: False
+        self, *, after: int = -1, is_stale: Callable[[Manifest], bool] = lambda _: False
     ) -> Snapshot | None:
         """Return the newest snapshot of a step beyond `after` that is whole; damaged newer ones are set aside.
 
         So are those that are late: written by a generation that was over before it knew.
         """
-        for manifest in self.manifests(is_late):
+        for manifest in self.manifests(is_stale):
             if manifest.step <= after:
                 break
             try:

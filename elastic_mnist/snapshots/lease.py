@@ -1,11 +1,11 @@
-"""Who may write at a place of snapshots: the generation that claimed it last, and no other.
+"""The lease on a place of snapshots: the generation that acquired it last may write there, and no other.
 
-A worker that was stopped, cut off or orphaned may wake up long after another generation has gone on. So each write is
-preceded by a look at the run's record, and is itself conditional on what the writer has seen there (`Storage.put_if`):
-what a newer generation has written is never overwritten.
+Invariant: what a newer generation has written is never overwritten. A worker that was stopped, cut off or orphaned may
+wake up long after another generation has taken over, so each write follows a check of the run's record and is itself
+conditional on what the writer has seen (`Storage.put_if_match`).
 
-A second job, under the same settings, is told that the place is in use, where it can be seen that the first one is
-alive: on the same host. From another host it takes over, and the first one ends with that reason.
+A second job under the same settings is refused where the first one can be seen to be alive: on the same host. From
+another host it takes over, and the first one ends with that reason.
 """
 
 from dataclasses import replace
@@ -29,10 +29,10 @@ def refuse_if_in_use(recorded: RunRecord, holder: LeaseHolder, where: str) -> No
     )
 
 
-def is_late(manifest: Manifest, recorded: RunRecord | None) -> bool:
-    """Whether a snapshot was saved by a generation that was over, beyond where the recorded one had gone on from.
+def is_stale(manifest: Manifest, recorded: RunRecord | None) -> bool:
+    """Whether a generation saved a snapshot after it had lost the lease, beyond where the recorded one resumed.
 
-    A store heeds the order of writes to one object, and the manifest is another one than the record.
+    A store orders the writes to one object, and the manifest is another object than the record.
     """
     return (
         recorded is not None
@@ -44,22 +44,22 @@ def is_late(manifest: Manifest, recorded: RunRecord | None) -> bool:
 
 
 class Lease:
-    """The claim of one generation on a place of snapshots.
+    """The lease of one generation on a place of snapshots.
 
     Args:
         storage: the place.
         record: the run, with this generation and its holder.
-        seen: the version of the record that this generation has read and follows; None for no record.
+        etag: of the record that this generation has read and follows; None for no record.
     """
 
-    def __init__(self, storage: Storage, record: RunRecord, seen: str | None) -> None:
+    def __init__(self, storage: Storage, record: RunRecord, etag: str | None) -> None:
         self._storage = storage
         self.record = record
-        self._seen = seen
-        self._is_taken = False
+        self._etag = etag
+        self._is_acquired = False
 
-    def take(self) -> None:
-        """Write the record; raises `Fenced` or `UsageError` where somebody else has written one meanwhile."""
+    def acquire(self) -> None:
+        """Write the record; raises `Fenced` or `UsageError` where another one was written meanwhile."""
         if not self._storage.outlives_process:
             log.warning(
                 "store.not_durable",
@@ -73,13 +73,13 @@ class Lease:
                 reason="this store cannot refuse a write that comes late; let one job at a time use it",
             )
         try:
-            self._write(self._seen)
+            self._write(self._etag)
         except StoreConflict:
             self.check()
 
-    def _write(self, version: str | None) -> None:
-        self._seen = self._storage.put_if(run_record.NAME, self.record.to_json(), version)
-        self._is_taken = True
+    def _write(self, etag: str | None) -> None:
+        self._etag = self._storage.put_if_match(run_record.NAME, self.record.to_json(), etag)
+        self._is_acquired = True
 
     def check(self) -> None:
         """Make sure that the place is still this generation's.
@@ -88,28 +88,28 @@ class Lease:
             Fenced: a newer generation of this job has it; this one is over.
             UsageError: another job has it.
         """
-        version = self._storage.version(run_record.NAME)
-        if self._is_taken and version is not None and version == self._seen:
+        etag = self._storage.etag(run_record.NAME)
+        if self._is_acquired and etag is not None and etag == self._etag:
             return
         try:
             other = run_record.read(self._storage)
         except RecordError as error:
-            if not self._is_taken:
+            if not self._is_acquired:
                 raise
-            log.warning("run.record_damaged", reason=f"{error}; written anew by the generation that has the claim")
+            log.warning("run.record_damaged", reason=f"{error}; written anew by the generation that has the lease")
             other = None
         if other is not None and other != self.record:
-            self._make_way(other)
-        # It is gone, or of a generation before this one: a claim that could not be made while the store was away.
-        self._write(version)
+            self._yield_to(other)
+        # It is gone, or of a generation before this one: a lease that could not be acquired while the store was away.
+        self._write(etag)
 
     def finish(self) -> None:
-        """Note that the end of the run has been told."""
+        """Record that the end of the run has been logged."""
         self.check()
         self.record = replace(self.record, is_finished=True)
-        self._write(self._seen)
+        self._write(self._etag)
 
-    def _make_way(self, other: RunRecord) -> None:
+    def _yield_to(self, other: RunRecord) -> None:
         """Raise where `other` is not a generation that this one follows."""
         is_same_job = other.holder.job_id == self.record.holder.job_id
         if other.run_id == self.record.run_id and is_same_job:

@@ -18,7 +18,7 @@ from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier, Snapshot
 from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.importers import ForeignFile
-from elastic_mnist.snapshots.lease import Lease, is_late, refuse_if_in_use
+from elastic_mnist.snapshots.lease import Lease, is_stale, refuse_if_in_use
 from elastic_mnist.snapshots.lookup import find
 from elastic_mnist.snapshots.manifest import Manifest
 from elastic_mnist.snapshots.progress import ProgressFile
@@ -178,7 +178,7 @@ def _survey(
     offers = [offer for offer in offers if not differences(offer.record.contract, asked)]
     seen, recorded = None, None
     try:
-        seen = storage.version(run_record.NAME)
+        seen = storage.etag(run_record.NAME)
         recorded = run_record.read(storage)
         if recorded is not None:
             identify(run_id=recorded.run_id, generation=recorded.generation)  # what is told from here on is of this run
@@ -197,7 +197,7 @@ def _claim(storage: Storage, record: RunRecord, seen: str | None, *, may_wait: b
     claim = Lease(storage, record, seen)
     try:
         storage.create()
-        claim.take()
+        claim.acquire()
     except StoreError as error:
         if not may_wait:
             raise
@@ -223,7 +223,7 @@ def _look(
     # That of the very step that is held is looked at, too: it may be what the job is about to tell that it has saved.
     newest = tier.newest_valid(
         after=-1 if held is None or is_finished else held.position.step - 1,
-        is_late=lambda manifest: is_late(manifest, recorded),
+        is_stale=lambda manifest: is_stale(manifest, recorded),
     )
     if newest is not None and (held is None or is_finished or newest.state["step"] > held.position.step):
         record = _of_snapshot(recorded, newest.state)

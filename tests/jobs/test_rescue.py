@@ -324,12 +324,12 @@ def test_what_another_agent_saves_at_the_same_moment_is_not_lost(
     was_second: list[str] = []
 
     class Busy(LocalStorage):
-        def put_if(self, name: str, data: bytes, version: str | None) -> str:
+        def put_if_match(self, name: str, data: bytes, etag: str | None) -> str:
             if name == run_record.NAME and not was_second:
                 was_second.append(name)
                 place.commit(9, run_id=place.record().run_id)
                 raise StoreConflict(name)
-            return super().put_if(name, data, version)
+            return super().put_if_match(name, data, etag)
 
     monkeypatch.setattr(emergency_save, "open_storage", lambda _: Busy(place.directory))
     hold(memory_path, place.record(), 9)

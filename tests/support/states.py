@@ -103,7 +103,7 @@ class Fault:
 
     at: int | None
     raises: BaseException
-    of: tuple[str, ...] = ("names", "get", "put", "version", "put_if", "delete", "rename", "create")
+    of: tuple[str, ...] = ("names", "get", "put", "etag", "put_if_match", "delete", "rename", "create")
     is_done: bool = False
     num_fired: int = 0
     seen: list[str] = field(default_factory=list)
@@ -149,15 +149,15 @@ class FaultyStorage(Storage):
         """Put an object, or fail."""
         self._run("put", name, data)
 
-    def version(self, name: str) -> str | None:
+    def etag(self, name: str) -> str | None:
         """Look at an object, or fail."""
-        version: str | None = self._run("version", name)
-        return version
+        etag: str | None = self._run("etag", name)
+        return etag
 
-    def put_if(self, name: str, data: bytes, version: str | None) -> str:
+    def put_if_match(self, name: str, data: bytes, etag: str | None) -> str:
         """Put an object on a condition, or fail."""
-        new_version: str = self._run("put_if", name, data, version)
-        return new_version
+        new_etag: str = self._run("put_if_match", name, data, etag)
+        return new_etag
 
     def delete(self, name: str) -> None:
         """Delete an object, or fail."""
@@ -182,8 +182,8 @@ class ForgetfulStorage(FaultyStorage):
         self._forgotten = forgotten
         self._instead = instead
 
-    def put_if(self, name: str, data: bytes, version: str | None) -> str:
+    def put_if_match(self, name: str, data: bytes, etag: str | None) -> str:
         """Put an object on a condition, or something else in its place."""
         if name != self._forgotten:
-            return super().put_if(name, data, version)
-        return "" if self._instead is None else super().put_if(name, self._instead, version)
+            return super().put_if_match(name, data, etag)
+        return "" if self._instead is None else super().put_if_match(name, self._instead, etag)

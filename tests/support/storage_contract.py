@@ -135,82 +135,82 @@ class StorageContract(ABC):
         """After puts and a conditional one, there are the objects and nothing beside them."""
         storage.put("a.pt", b"x")
         storage.put("a.pt", b"y")
-        storage.put_if("run.json", b"x", None)
+        storage.put_if_match("run.json", b"x", None)
         assert sorted(storage.names()) == ["a.pt", "run.json"]
 
     def test_a_missing_object_has_no_version(self, storage: Storage) -> None:
-        """The version of what is not there is None."""
-        assert storage.version("a.pt") is None
+        """The etag of what is not there is None."""
+        assert storage.etag("a.pt") is None
 
     def test_an_object_in_a_missing_place_has_no_version(self, location: str) -> None:
         """Where the place itself is not there, no object has one."""
-        assert open_storage(location).version("a.pt") is None
+        assert open_storage(location).etag("a.pt") is None
 
     def test_a_version_stays_while_nobody_writes(self, storage: Storage, location: str) -> None:
-        """All who ask get the same version, also after reads and after writes of other objects."""
+        """All who ask get the same etag, also after reads and after writes of other objects."""
         storage.put("a.pt", b"x")
-        version = storage.version("a.pt")
+        etag = storage.etag("a.pt")
         storage.get("a.pt")
         storage.put("b.pt", b"y")
-        assert version is not None
-        assert [storage.version("a.pt"), open_storage(location).version("a.pt")] == [version, version]
+        assert etag is not None
+        assert [storage.etag("a.pt"), open_storage(location).etag("a.pt")] == [etag, etag]
 
     def test_other_bytes_have_another_version(self, storage: Storage, location: str) -> None:
         """A write of as many others by anybody, and a delete, are seen at once."""
-        versions = [storage.version("a.pt")]
+        etags = [storage.etag("a.pt")]
         for data in (b"one", b"two"):
             open_storage(location).put("a.pt", data)
-            versions.append(storage.version("a.pt"))
-        assert len(set(versions)) == 3
+            etags.append(storage.etag("a.pt"))
+        assert len(set(etags)) == 3
         open_storage(location).delete("a.pt")
-        assert storage.version("a.pt") is None
+        assert storage.etag("a.pt") is None
 
     def test_a_conditional_put_makes_what_is_not_there(self, storage: Storage) -> None:
-        """Under the condition of absence, an object is written where there is none, and its version returned."""
-        version = storage.put_if("a.pt", bytes(range(256)), None)
-        assert (storage.get("a.pt"), storage.version("a.pt")) == (bytes(range(256)), version)
+        """Under the condition of absence, an object is written where there is none, and its etag returned."""
+        etag = storage.put_if_match("a.pt", bytes(range(256)), None)
+        assert (storage.get("a.pt"), storage.etag("a.pt")) == (bytes(range(256)), etag)
 
     def test_a_conditional_put_makes_its_place(self, location: str) -> None:
         """A place that is not there yet is made, as by `put`."""
-        open_storage(location).put_if("a.pt", b"x", None)
+        open_storage(location).put_if_match("a.pt", b"x", None)
         assert open_storage(location).get("a.pt") == b"x"
 
     def test_a_conditional_put_replaces_the_version_it_names(self, storage: Storage) -> None:
-        """At the version that `version` or the last `put_if` has returned, an object is replaced, time and again."""
+        """At the etag that `etag` or the last `put_if_match` has returned, an object is replaced, time and again."""
         storage.put("a.pt", b"first")
-        version = storage.version("a.pt")
+        etag = storage.etag("a.pt")
         for data in (b"2nd", b"third one"):
-            version = storage.put_if("a.pt", data, version)
-            assert (storage.get("a.pt"), storage.version("a.pt")) == (data, version)
+            etag = storage.put_if_match("a.pt", data, etag)
+            assert (storage.get("a.pt"), storage.etag("a.pt")) == (data, etag)
 
     def test_a_conditional_put_of_what_is_there_already_is_a_conflict(self, storage: Storage) -> None:
         """Under the condition of absence, an object that is there stays, even where it holds the same bytes."""
         storage.put("a.pt", b"old")
         for data in (b"new", b"old"):
             with pytest.raises(StoreConflict):
-                storage.put_if("a.pt", data, None)
+                storage.put_if_match("a.pt", data, None)
         assert storage.get("a.pt") == b"old"
 
     def test_a_conditional_put_made_twice_is_a_conflict(self, storage: Storage) -> None:
         """A writer who makes an object again that it has made itself is told that it is there."""
-        storage.put_if("a.pt", b"x", None)
+        storage.put_if_match("a.pt", b"x", None)
         with pytest.raises(StoreConflict):
-            storage.put_if("a.pt", b"x", None)
+            storage.put_if_match("a.pt", b"x", None)
 
     def test_a_conditional_put_at_an_older_version_is_a_conflict(self, storage: Storage, location: str) -> None:
         """What another one has written meanwhile stays; the error is one line that names option, place and object."""
-        stale = storage.put_if("a.pt", b"old", None)
-        open_storage(location).put_if("a.pt", b"new", stale)
+        stale = storage.put_if_match("a.pt", b"old", None)
+        open_storage(location).put_if_match("a.pt", b"new", stale)
         with pytest.raises(StoreConflict, match=f"^--snapshot_path {location}: a.pt .*another.*; .+$"):
-            storage.put_if("a.pt", b"mine", stale)
+            storage.put_if_match("a.pt", b"mine", stale)
         assert storage.get("a.pt") == b"new"
 
     def test_a_conditional_put_of_what_is_gone_is_a_conflict(self, storage: Storage) -> None:
-        """At a version of an object that has been removed, nothing is written."""
-        version = storage.put_if("a.pt", b"old", None)
+        """At the etag of an object that has been removed, nothing is written."""
+        etag = storage.put_if_match("a.pt", b"old", None)
         storage.delete("a.pt")
         with pytest.raises(StoreConflict):
-            storage.put_if("a.pt", b"new", version)
+            storage.put_if_match("a.pt", b"new", etag)
         assert storage.names() == []
 
     def test_the_number_of_open_files_stays_flat(self, storage: Storage) -> None:
@@ -222,7 +222,7 @@ class StorageContract(ABC):
             if number % 2:
                 storage.put("a.pt", data)
             else:
-                storage.put_if("a.pt", data, storage.version("a.pt"))
+                storage.put_if_match("a.pt", data, storage.etag("a.pt"))
             assert storage.get("a.pt") == data
             num_open.append(process.num_fds())
         assert num_open[-1] <= num_open[0]
@@ -258,7 +258,7 @@ def claim(storage: Storage) -> list[bytes | None]:
     for name in CLAIMED:
         data = os.urandom(8)
         try:
-            storage.put_if(name, data, None)
+            storage.put_if_match(name, data, None)
             made.append(data)
         except StoreConflict:
             made.append(None)
@@ -269,10 +269,10 @@ def count_to_ten(storage: Storage) -> int:
     """Add one to a number, ten times; return how often another one came first."""
     num_conflicts = num_added = 0
     while num_added < 10:
-        version = storage.version("run.json")
-        number = int(storage.get("run.json"))  # may be newer than the version: then there is a conflict
+        etag = storage.etag("run.json")
+        number = int(storage.get("run.json"))  # may be newer than the etag: then there is a conflict
         try:
-            storage.put_if("run.json", b"%d" % (number + 1), version)
+            storage.put_if_match("run.json", b"%d" % (number + 1), etag)
             num_added += 1
         except StoreConflict:
             num_conflicts += 1

@@ -30,7 +30,7 @@ class Storage(ABC):
 
     @property
     def has_conditional_put(self) -> bool:
-        """Whether `put_if` is atomic as far as is known: false says that two writers at once may both succeed."""
+        """Whether `put_if_match` is atomic as far as is known: false says that two writers at once may both succeed."""
         return False
 
     @property
@@ -62,26 +62,26 @@ class Storage(ABC):
     def rename(self, name: str, new_name: str) -> None:
         """Give an object another name; not atomic everywhere, so never part of a commit."""
 
-    def version(self, name: str) -> str | None:
+    def etag(self, name: str) -> str | None:
         """Return a token of what an object holds now, read past any cache; None where it is missing.
 
-        Other bytes have another token. Beyond that it means nothing; `put_if` takes it.
+        Other bytes have another token. Beyond that it means nothing; `put_if_match` takes it.
         """
         try:
             return hashlib.sha256(self.get(name)).hexdigest()
         except FileNotFoundError:
             return None
 
-    def put_if(self, name: str, data: bytes, version: str | None) -> str:
-        """Write an object where it is still at `version`, None for not there; return its new version.
+    def put_if_match(self, name: str, data: bytes, etag: str | None) -> str:
+        """Write an object where it is still at `etag`, None for not there; return its new etag.
 
-        Atomic where `has_conditional_put`, among writers who all use `put_if` for this object.
+        Atomic where `has_conditional_put`, among writers who all use `put_if_match` for this object.
 
         Raises:
-            StoreConflict: it is at another version, or gone; nothing was written.
+            StoreConflict: it is at another etag, or gone; nothing was written.
             StoreError: no access. The object may have been written all the same, if its answer was lost.
         """
-        if self.version(name) != version:
+        if self.etag(name) != etag:
             raise self._conflict(name)
         self.put(name, data)
         return hashlib.sha256(data).hexdigest()

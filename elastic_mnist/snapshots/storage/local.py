@@ -16,7 +16,7 @@ from elastic_mnist.snapshots.storage.base import Storage
 from elastic_mnist.telemetry.events import log
 
 LOCK_SECONDS: Final = 10.0
-"""How long a writer waits for another's `put_if`, which takes milliseconds: longer, and that one is stopped."""
+"""How long a writer waits for another's `put_if_match`, which takes milliseconds: longer, and that one is stopped."""
 
 _LOCK_POLL_SECONDS: Final = 0.01
 
@@ -76,24 +76,24 @@ class LocalStorage(Storage):
             temporary.replace(self._directory / name)
             os.fsync(descriptor)
 
-    def version(self, name: str) -> str | None:
+    def etag(self, name: str) -> str | None:
         """Return inode, time and size, which `os.replace` gives anew."""
         with self._access(f"read {name}"):
             try:
-                return _version_of(self._directory / name)
+                return _etag_of(self._directory / name)
             except FileNotFoundError:
                 return None
 
-    def put_if(self, name: str, data: bytes, version: str | None) -> str:
+    def put_if_match(self, name: str, data: bytes, etag: str | None) -> str:
         """Write and sync; then, under the directory's lock, compare, rename, sync."""
         with self._access(f"write {name}"), self._written(name, data) as temporary, self._opened() as descriptor:
-            new_version = _version_of(temporary)
+            new_etag = _etag_of(temporary)
             with self._locked(descriptor, name):
-                if self.version(name) != version:
+                if self.etag(name) != etag:
                     raise self._conflict(name)
                 temporary.replace(self._directory / name)
                 os.fsync(descriptor)
-            return new_version
+            return new_etag
 
     def delete(self, name: str) -> None:
         """Remove a file."""
@@ -133,7 +133,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def _locked(self, descriptor: int, name: str) -> Iterator[None]:
-        """Keep other writers of `put_if` out, on this host and where the file system says so on others.
+        """Keep other writers of `put_if_match` out, on this host and where the file system says so on others.
 
         The kernel gives the lock up with its process; there is no lock file to be left behind.
         """
@@ -167,8 +167,8 @@ class LocalStorage(Storage):
         return True
 
 
-def _version_of(path: Path) -> str:
-    """Return the version of a file, by its descriptor: opening it makes NFS ask the server."""
+def _etag_of(path: Path) -> str:
+    """Return the etag of a file, by its descriptor: opening it makes NFS ask the server."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         found = os.fstat(descriptor)

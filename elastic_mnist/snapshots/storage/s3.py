@@ -78,13 +78,13 @@ class S3Storage(FsspecStorage):
         with self._access(f"write {name}"):
             self._request("put_object", Key=self._key(name), Body=data)
 
-    def version(self, name: str) -> str | None:
+    def etag(self, name: str) -> str | None:
         """Return the ETag."""
         with self._access(f"read {name}"):
             found = self._head(name)
             return None if found is None else str(found["ETag"])
 
-    def put_if(self, name: str, data: bytes, version: str | None) -> str:
+    def put_if_match(self, name: str, data: bytes, etag: str | None) -> str:
         """Send an object under the condition that it is still at that ETag, or not there.
 
         A refusal may be this writer's own work: an answer is lost, and somebody below sends the request again, aiohttp
@@ -92,8 +92,8 @@ class S3Storage(FsspecStorage):
         writers may send the same ones.
         """
         if not self._has_conditions:
-            return self._compare_and_put(name, data, version)
-        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+            return self._compare_and_put(name, data, etag)
+        condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
         digest = hashlib.sha256(data).digest()
         known, mark = self._unanswered.get(name, (b"", ""))
         if known != digest:
@@ -105,7 +105,7 @@ class S3Storage(FsspecStorage):
             except Exception as error:
                 if s3_errors.status_of(error) == HTTPStatus.NOT_IMPLEMENTED:
                     self._do_without_conditions("the server has no conditional PUT")
-                    return self._compare_and_put(name, data, version)
+                    return self._compare_and_put(name, data, etag)
                 if not s3_errors.is_conflict(error):
                     raise
                 found = self._head(name)
@@ -154,9 +154,9 @@ class S3Storage(FsspecStorage):
             self._page(MaxKeys=1)  # that answer has no body: it may be the bucket that is missing
             return None
 
-    def _compare_and_put(self, name: str, data: bytes, version: str | None) -> str:
+    def _compare_and_put(self, name: str, data: bytes, etag: str | None) -> str:
         """Do what can be done without conditions."""
-        if self.version(name) != version:
+        if self.etag(name) != etag:
             raise self._conflict(name)
         with self._access(f"write {name}"):
             return str(self._request("put_object", Key=self._key(name), Body=data)["ETag"])

@@ -171,15 +171,15 @@ def test_a_file_that_comes_meanwhile_is_kept(
     """Another program that writes FILE while the snapshot is read keeps what it wrote."""
     fired: list[str] = []
 
-    def written_first(self: LocalStorage, name: str, data: bytes, version: str | None) -> NoReturn:
+    def written_first(self: LocalStorage, name: str, data: bytes, etag: str | None) -> NoReturn:
         (tmp_path / name).write_text("mine")
         with pytest.raises(StoreConflict) as caught:
-            put_if(self, name, data, version)
+            put_if_match(self, name, data, etag)
         fired.append(name)
         raise caught.value
 
-    put_if = LocalStorage.put_if
-    monkeypatch.setattr(LocalStorage, "put_if", written_first)
+    put_if_match = LocalStorage.put_if_match
+    monkeypatch.setattr(LocalStorage, "put_if_match", written_first)
     assert "is there already" in refused(capsys, str(place), f"{tmp_path}/weights.pt")
     assert fired == ["weights.pt"]
     assert (tmp_path / "weights.pt").read_text() == "mine"

@@ -20,7 +20,7 @@ from elastic_mnist.ipc import environment
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.holder import LeaseHolder
-from elastic_mnist.snapshots.lease import Lease, is_late
+from elastic_mnist.snapshots.lease import Lease, is_stale
 from elastic_mnist.snapshots.record import RunRecord
 from elastic_mnist.snapshots.resume import Start
 from elastic_mnist.snapshots.state import pack
@@ -41,8 +41,8 @@ def claimed(
     holder = replace(HOLDER, job_id=job_id)
     record = replace(record, run_id=run_id, generation=generation, holder=holder, began_at=began_at)
     storage.create()
-    claim = Lease(storage, record, storage.version(run_record.NAME))
-    claim.take()
+    claim = Lease(storage, record, storage.etag(run_record.NAME))
+    claim.acquire()
     return claim
 
 
@@ -92,9 +92,9 @@ def test_of_two_claims_at_once_one_stands(storage: Storage) -> None:
         for name in ("one", "other")
     ]
     one, other = (Lease(storage, record, None) for record in records)
-    one.take()
+    one.acquire()
     with pytest.raises(UsageError, match="taken over by another job"):
-        other.take()
+        other.acquire()
     one.check()
 
 
@@ -117,10 +117,10 @@ def test_a_claim_that_could_not_be_made_is_made_by_the_next_snapshot(storage: St
 def test_a_claim_that_failed_after_its_look_is_made_by_the_next_snapshot(storage: Storage) -> None:
     """The record was read and could not be written: the older generation is fenced all the same, by the next save."""
     old = claimed(storage, 0)
-    fault = Fault(at=0, of=("put_if",), raises=StoreError("503"))
-    late = Lease(FaultyStorage(storage, fault), replace(old.record, generation=1), storage.version(run_record.NAME))
+    fault = Fault(at=0, of=("put_if_match",), raises=StoreError("503"))
+    late = Lease(FaultyStorage(storage, fault), replace(old.record, generation=1), storage.etag(run_record.NAME))
     with pytest.raises(StoreError, match="503"):
-        late.take()
+        late.acquire()
     assert fault.num_fired == 1
     save(storage, late, 5)
     assert run_record.read(storage) == late.record
@@ -186,15 +186,15 @@ class Interrupted(Storage):
         """Put an object."""
         self._run("put", name, data)
 
-    def version(self, name: str) -> str | None:
+    def etag(self, name: str) -> str | None:
         """Look at an object."""
-        version: str | None = self._run("version", name)
-        return version
+        etag: str | None = self._run("etag", name)
+        return etag
 
-    def put_if(self, name: str, data: bytes, version: str | None) -> str:
+    def put_if_match(self, name: str, data: bytes, etag: str | None) -> str:
         """Put an object on a condition."""
-        new_version: str = self._run("put_if", name, data, version)
-        return new_version
+        new_etag: str = self._run("put_if_match", name, data, etag)
+        return new_etag
 
     def delete(self, name: str) -> None:
         """Delete an object."""
@@ -226,7 +226,7 @@ def test_a_writer_that_wakes_up_late_spoils_nothing(newer_step: int, tmp_path: P
             save(storage, done[0], newer_step)
 
         interrupted = Interrupted(storage, at, work, afterwards=afterwards)
-        late = Lease(interrupted, old.record, storage.version(run_record.NAME))
+        late = Lease(interrupted, old.record, storage.etag(run_record.NAME))
         try:
             save(interrupted, late, 5)
         except Fenced:
@@ -242,7 +242,7 @@ def test_a_writer_that_wakes_up_late_spoils_nothing(newer_step: int, tmp_path: P
         was_committed = newer_step != 5 and "step-00000005.json" in storage.names()
         recorded = run_record.read(storage)
         with capture_logs() as events:
-            newest = tier.newest_valid(is_late=lambda manifest, recorded=recorded: is_late(manifest, recorded))  # type: ignore[misc]
+            newest = tier.newest_valid(is_stale=lambda manifest, recorded=recorded: is_stale(manifest, recorded))  # type: ignore[misc]
         rejected = [("snapshot.rejected", storage.path("step-00000005.pt"))] if was_committed else []
         assert [(event["event"], event["path"]) for event in events] == rejected  # and nothing was damaged
         assert ("step-00000005.json.rejected" in storage.names()) == was_committed
@@ -261,14 +261,14 @@ def test_what_an_older_generation_saved_is_late_beyond_where_the_recorded_one_be
     """At that step or before it, it is what was gone on from; another run's or a later generation's is not late."""
     record = replace(RunRecord.new(run_config(), started_at=1.0), run_id="run", generation=2, began_at=5)
     manifest = manifest_of(small_state(6), pack(small_state(6)), run_id="run", generation=1)
-    assert is_late(manifest, record)
-    assert is_late(replace(manifest, generation=0), record)
-    assert not is_late(replace(manifest, step=5), record)
-    assert not is_late(replace(manifest, run_id="another"), record)
+    assert is_stale(manifest, record)
+    assert is_stale(replace(manifest, generation=0), record)
+    assert not is_stale(replace(manifest, step=5), record)
+    assert not is_stale(replace(manifest, run_id="another"), record)
     for generation in (2, 3):
-        assert not is_late(replace(manifest, generation=generation), record)
-    assert not is_late(manifest, replace(record, began_at=None))  # an older program's record does not say
-    assert not is_late(manifest, None)
+        assert not is_stale(replace(manifest, generation=generation), record)
+    assert not is_stale(manifest, replace(record, began_at=None))  # an older program's record does not say
+    assert not is_stale(manifest, None)
 
 
 def job_of(pid: int) -> LeaseHolder:

@@ -356,7 +356,7 @@ def test_a_failing_delete_after_the_commit_does_not_fail_the_save(storage: Local
 def test_a_failing_put_fails_the_save(storage: LocalStorage) -> None:
     """A save whose data or manifest cannot be written raises, and tells of no saved snapshot."""
     for at in (0, 1):
-        fault = Fault(at=at, of=("put_if",), raises=StoreError("disk full"))
+        fault = Fault(at=at, of=("put_if_match",), raises=StoreError("disk full"))
         with capture_logs() as events, pytest.raises(StoreError, match="disk full"):
             commit(FaultyStorage(storage, fault), 9)
         assert fault.num_fired == 1
@@ -450,7 +450,7 @@ def test_a_fault_at_any_operation_of_saving_a_step_again_leaves_the_old_state_or
 def test_a_step_that_was_saved_again_is_listed_as_the_state_that_is_there(storage: LocalStorage) -> None:
     """Also where only the manifest was written: `elastic-mnist inspect` shows the accuracy of what a job would load."""
     save_13(storage, STATE_13)
-    fault = Fault(at=1, of=("put_if",), raises=StoreError("disk full"))
+    fault = Fault(at=1, of=("put_if_match",), raises=StoreError("disk full"))
     with pytest.raises(StoreError, match="disk full"):
         save_13(FaultyStorage(storage, fault), EVALUATED_13)
     assert fault.num_fired == 1
@@ -493,7 +493,7 @@ def test_a_third_state_of_a_step_replaces_the_one_that_is_there(storage: LocalSt
     third = small_state(13, progress={"loss": 0.5, "num_steps": 13, "test_accuracy": 0.8})
     save_13(storage, STATE_13)
     for at in (0, 1):
-        fault = Fault(at=1, of=("put_if",), raises=Killed())
+        fault = Fault(at=1, of=("put_if_match",), raises=Killed())
         with pytest.raises(Killed):
             save_13(FaultyStorage(storage, fault), (EVALUATED_13, third)[at])
         assert fault.num_fired == 1

@@ -206,7 +206,7 @@ def test_where_all_snapshots_are_damaged_other_settings_are_refused(at_step_5: P
             at_step_5.decide(seed=1)
 
 
-@pytest.mark.parametrize("operation", ["create", "put_if"])
+@pytest.mark.parametrize("operation", ["create", "put_if_match"])
 def test_a_place_that_cannot_be_written_is_told_before_the_first_step(operation: str, at_step_5: Place) -> None:
     """Where the run cannot be claimed there is no start."""
     fault = Fault(at=0, of=(operation,), raises=StoreError("--snapshot_path: read-only"))

@@ -262,7 +262,7 @@ def test_a_conditional_put_waits_for_the_lock(tmp_path: Path) -> None:
     """While another one holds the directory's lock, nothing is written; once it is given up, the write is made."""
     storage = LocalStorage(tmp_path)
     with locked(tmp_path) as descriptor:
-        writer = threading.Thread(target=storage.put_if, args=("a.pt", b"x", None))
+        writer = threading.Thread(target=storage.put_if_match, args=("a.pt", b"x", None))
         writer.start()
         eventually(lambda: list(tmp_path.iterdir()))  # it has come to its temporary file, and to the lock after that
         assert storage.names() == []
@@ -275,7 +275,7 @@ def test_a_lock_that_is_never_given_up_is_a_store_error(tmp_path: Path, monkeypa
     """Where a stopped process keeps the lock, a writer is told after a while, with the way out; nothing is left."""
     monkeypatch.setattr(local, "LOCK_SECONDS", 0.2)
     with locked(tmp_path), pytest.raises(StoreError, match=f"^--snapshot_path {tmp_path}: .*locked.*lslocks.*$"):
-        LocalStorage(tmp_path).put_if("a.pt", b"x", None)
+        LocalStorage(tmp_path).put_if_match("a.pt", b"x", None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -286,9 +286,9 @@ def test_the_lock_is_given_up_although_a_fork_lives_on(tmp_path: Path) -> None:
         "storage = LocalStorage(Path(sys.argv[1]));"
         "fsync = os.fsync;"
         "os.fsync = lambda descriptor: (fsync(descriptor), os.fork() or os.read(0, 1) and os._exit(0));"
-        "storage.put_if('a.pt', b'x', None);"
+        "storage.put_if_match('a.pt', b'x', None);"
         "os.fsync = fsync; local.LOCK_SECONDS = 1;"
-        "storage.put_if('b.pt', b'x', None)"
+        "storage.put_if_match('b.pt', b'x', None)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as writer:
@@ -310,10 +310,10 @@ def test_without_locks_a_conditional_put_goes_on_and_says_so_once(
     monkeypatch.setattr(fcntl, "flock", refuse)
     storage = LocalStorage(tmp_path)
     with structlog.testing.capture_logs() as events:
-        version = storage.put_if("a.pt", b"old", None)
-        storage.put_if("a.pt", b"new", version)
+        etag = storage.put_if_match("a.pt", b"old", None)
+        storage.put_if_match("a.pt", b"new", etag)
         with pytest.raises(StoreConflict):
-            storage.put_if("a.pt", b"mine", version)
+            storage.put_if_match("a.pt", b"mine", etag)
     assert storage.get("a.pt") == b"new"
     assert not storage.has_conditional_put
     assert [(event["event"], event["log_level"]) for event in events] == [("store.not_fenced", "warning")]
@@ -329,7 +329,7 @@ def test_a_lock_that_cannot_be_had_for_another_reason_is_a_store_error(
 
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(StoreError, match="Input/output error"):
-        LocalStorage(tmp_path).put_if("a.pt", b"x", None)
+        LocalStorage(tmp_path).put_if_match("a.pt", b"x", None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -338,7 +338,7 @@ def test_a_conflict_leaves_nothing_beside_the_object(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     storage.put("a.pt", b"x")
     with pytest.raises(StoreConflict):
-        storage.put_if("a.pt", b"y", None)
+        storage.put_if_match("a.pt", b"y", None)
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 

@@ -43,9 +43,9 @@ def trace(frame, kind, value):
         num_lines += 1
     return trace
 
-version = place.version("a.pt")
+etag = place.etag("a.pt")
 sys.settrace(trace)
-place.put("a.pt", b"new" * 1000) if sys.argv[3] == "put" else place.put_if("a.pt", b"new" * 1000, version)
+place.put("a.pt", b"new" * 1000) if sys.argv[3] == "put" else place.put_if_match("a.pt", b"new" * 1000, etag)
 sys.settrace(None)
 """
 
@@ -76,7 +76,7 @@ def test_sigkill_at_any_moment_of_a_run_of_puts_leaves_a_whole_object(tmp_path: 
         newest = number
 
 
-@pytest.mark.parametrize("operation", ["put", "put_if"])
+@pytest.mark.parametrize("operation", ["put", "put_if_match"])
 def test_sigkill_before_any_line_of_a_put_leaves_the_old_object_or_the_new_one(operation: str, tmp_path: Path) -> None:
     """Killed before each line in turn, a writer leaves the old bytes or, from its commit on, the new ones; no lock."""
     found, num_leftovers = [], 0
@@ -93,7 +93,7 @@ def test_sigkill_before_any_line_of_a_put_leaves_the_old_object_or_the_new_one(o
         found.append(storage.get("a.pt"))
         num_leftovers += len(list(place.iterdir())) - 1
         assert storage.names() == ["a.pt"]
-        storage.put_if("b.pt", b"x", None)  # at once: whoever was killed keeps nobody out
+        storage.put_if_match("b.pt", b"x", None)  # at once: whoever was killed keeps nobody out
     num_new = found.count(b"new" * 1000)
     assert found == [b"old"] * (len(found) - num_new) + [b"new" * 1000] * num_new
     assert num_leftovers > 0  # some moments lay in the middle of a write

@@ -36,9 +36,9 @@ OPERATIONS: dict[str, Callable[[Storage], object]] = {
     "create": lambda storage: storage.create(),
     "names": lambda storage: storage.names(),
     "get": lambda storage: storage.get("a.pt"),
-    "version": lambda storage: storage.version("a.pt"),
+    "etag": lambda storage: storage.etag("a.pt"),
     "put": lambda storage: storage.put("a.pt", b"new"),
-    "put_if": lambda storage: storage.put_if("a.pt", b"new", '"0"'),
+    "put_if_match": lambda storage: storage.put_if_match("a.pt", b"new", '"0"'),
     "delete": lambda storage: storage.delete("a.pt"),
     "rename": lambda storage: storage.rename("a.pt", "b.pt"),
 }
@@ -158,15 +158,15 @@ def test_a_listing_of_many_pages_is_whole(place: str) -> None:
 
 
 def test_what_another_program_wrote_is_seen_at_once(server: S3Server, bucket: str) -> None:
-    """A listing, an object and a version that were read before are read anew, past everything s3fs remembers."""
+    """A listing, an object and a etag that were read before are read anew, past everything s3fs remembers."""
     storage = open_storage(f"s3://{bucket}/run")
     storage.put("a.pt", b"old")
-    before = storage.names(), storage.get("a.pt"), storage.version("a.pt")
+    before = storage.names(), storage.get("a.pt"), storage.etag("a.pt")
     server.request("PUT", f"{bucket}/run/a.pt", b"new")
     server.request("PUT", f"{bucket}/run/b.pt", b"x")
     assert before[:2] == (["a.pt"], b"old")
     assert (sorted(storage.names()), storage.get("a.pt")) == (["a.pt", "b.pt"], b"new")
-    assert storage.version("a.pt") != before[2]
+    assert storage.etag("a.pt") != before[2]
 
 
 def test_a_snapshot_is_sent_and_fetched_in_one_request_each(proxy: FaultyProxy, place: str) -> None:
@@ -194,7 +194,7 @@ def test_wrong_credentials_are_a_store_error(server: S3Server, place: str) -> No
     finally:
         server.require_signatures(required=False)
     assert_say(messages, place, server.endpoint, "403", "check ")
-    del messages["version"]  # an answer to HEAD has no body with the cause
+    del messages["etag"]  # an answer to HEAD has no body with the cause
     assert_say(messages, place, "InvalidAccessKeyId", "check AWS_ACCESS_KEY_ID")
 
 
@@ -218,7 +218,7 @@ def test_a_bucket_of_another_region_is_told_with_its_region(proxy: FaultyProxy, 
     body = s3_error("AuthorizationHeaderMalformed").replace(b"</Message>", b"</Message><Region>eu-west-1</Region>")
     fault = proxy.add(Fault(kind="answer", status=400, body=body, times=1000))
     messages = refusals(open_storage(place))
-    del messages["version"]  # an answer to HEAD has no body with the region
+    del messages["etag"]  # an answer to HEAD has no body with the region
     assert_say(messages, place, "set AWS_DEFAULT_REGION to eu-west-1")
     assert fault.num_fired
 
@@ -270,7 +270,7 @@ def test_what_passes_is_waited_for(name: str, proxy: FaultyProxy, place: str) ->
     storage.put("a.pt", data)
     assert storage.names() == ["a.pt"]
     assert storage.get("a.pt") == data
-    assert storage.put_if("a.pt", data[::-1], storage.version("a.pt")) == storage.version("a.pt")
+    assert storage.put_if_match("a.pt", data[::-1], storage.etag("a.pt")) == storage.etag("a.pt")
     storage.rename("a.pt", "b.pt")
     assert (storage.names(), storage.get("b.pt")) == (["b.pt"], data[::-1])
     assert [fault.num_fired for fault in met] == [1] * 5
@@ -278,13 +278,13 @@ def test_what_passes_is_waited_for(name: str, proxy: FaultyProxy, place: str) ->
 
 @pytest.mark.parametrize("name", PASSING)
 def test_a_conditional_put_outlasts_what_passes(name: str, proxy: FaultyProxy, place: str) -> None:
-    """Making and replacing an object succeed once the fault is over, and the version returned is the object's."""
-    storage, version = open_storage(place), None
+    """Making and replacing an object succeed once the fault is over, and the etag returned is the object's."""
+    storage, etag = open_storage(place), None
     for data in (b"first", b"second"):
         fault = proxy.add(replace(PASSING[name], of="PUT"))
-        version = storage.put_if("a.pt", data, version)
+        etag = storage.put_if_match("a.pt", data, etag)
         assert fault.num_fired == 1
-        assert (storage.get("a.pt"), storage.version("a.pt")) == (data, version)
+        assert (storage.get("a.pt"), storage.etag("a.pt")) == (data, etag)
 
 
 def test_requests_are_repeated_by_one_layer_alone(
@@ -303,16 +303,16 @@ def test_requests_are_repeated_by_one_layer_alone(
 def test_a_write_that_breaks_off_leaves_the_old_object(kind: Kind, proxy: FaultyProxy, place: str) -> None:
     """A server that goes in the middle of it, each time, is a StoreError; once it is back, it has the old bytes."""
     storage, old, new = open_storage(place), os.urandom(1 << 20), os.urandom(1 << 20)
-    version = storage.put_if("a.pt", old, None)
+    etag = storage.put_if_match("a.pt", old, None)
     fault = proxy.add(Fault(kind=kind, of="PUT", times=1000))
-    for put in (lambda: storage.put("a.pt", new), lambda: storage.put_if("a.pt", new, version)):
+    for put in (lambda: storage.put("a.pt", new), lambda: storage.put_if_match("a.pt", new, etag)):
         with pytest.raises(StoreError, match="check AWS_ENDPOINT_URL") as caught:
             put()
         assert not isinstance(caught.value, StoreConflict)
     assert fault.num_fired >= 2  # each of them was met
     assert (storage.get("a.pt"), storage.names()) == (old, ["a.pt"])
     proxy.heal()
-    storage.put_if("a.pt", new, version)
+    storage.put_if_match("a.pt", new, etag)
     assert storage.get("a.pt") == new
 
 
@@ -337,15 +337,15 @@ def test_a_writer_that_is_killed_in_a_write_leaves_the_old_object(sign: int, pro
 def test_an_answer_that_is_lost_for_good_is_no_conflict_with_oneself(proxy: FaultyProxy, place: str) -> None:
     """A write that was made without an answer is a StoreError, and the same write again succeeds."""
     storage = open_storage(place)
-    old = storage.put_if("a.pt", b"old", None)
+    old = storage.put_if_match("a.pt", b"old", None)
     fault = proxy.add(Fault(kind="lose_answer", of="PUT"))
     proxy.add(Fault(kind="reset", of="PUT", times=1000))
     with pytest.raises(StoreError) as caught:
-        storage.put_if("a.pt", b"new", old)
+        storage.put_if_match("a.pt", b"new", old)
     assert not isinstance(caught.value, StoreConflict)
     assert fault.num_fired == 1
     proxy.heal()
-    assert storage.put_if("a.pt", b"new", old) == storage.version("a.pt")
+    assert storage.put_if_match("a.pt", b"new", old) == storage.etag("a.pt")
     assert storage.get("a.pt") == b"new"
 
 
@@ -364,16 +364,16 @@ def test_a_writer_that_comes_between_a_write_and_its_repetition_is_a_conflict(
 ) -> None:
     """Whether the first request took effect or not, and also where both write the same bytes, the other one has won."""
     storage = open_storage(place)
-    old = storage.put_if("a.pt", b"old", None)
+    old = storage.put_if_match("a.pt", b"old", None)
     met = [proxy.add(Fault(kind=kind, of="PUT")), proxy.add(Fault(kind="reset", of="PUT", times=1000))]
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(storage.put_if, "a.pt", b"mine", old)
+        writing = pool.submit(storage.put_if_match, "a.pt", b"mine", old)
         assert all(fault.has_fired.wait(60) for fault in met)
-        version = rival.put_if("a.pt", theirs, rival.version("a.pt"))
+        etag = rival.put_if_match("a.pt", theirs, rival.etag("a.pt"))
         proxy.heal()
         with pytest.raises(StoreConflict):
             writing.result(60)
-    assert (storage.get("a.pt"), storage.version("a.pt")) == (theirs, version)
+    assert (storage.get("a.pt"), storage.etag("a.pt")) == (theirs, etag)
 
 
 def test_a_server_without_conditions_is_told_once(proxy: FaultyProxy, place: str) -> None:
@@ -381,12 +381,12 @@ def test_a_server_without_conditions_is_told_once(proxy: FaultyProxy, place: str
     fault = proxy.add(Fault(kind="answer", of="PUT", status=501, body=s3_error("NotImplemented")))
     storage = open_storage(place)
     with structlog.testing.capture_logs() as events:
-        version = storage.put_if("a.pt", b"old", None)
-        version = storage.put_if("a.pt", b"new", version)
+        etag = storage.put_if_match("a.pt", b"old", None)
+        etag = storage.put_if_match("a.pt", b"new", etag)
         with pytest.raises(StoreConflict):
-            storage.put_if("a.pt", b"mine", None)
+            storage.put_if_match("a.pt", b"mine", None)
     assert fault.num_fired == 1
-    assert (storage.get("a.pt"), storage.version("a.pt")) == (b"new", version)
+    assert (storage.get("a.pt"), storage.etag("a.pt")) == (b"new", etag)
     assert not storage.has_conditional_put
     assert [(event["event"], event["log_level"]) for event in events] == [("store.not_fenced", "warning")]
 
@@ -399,15 +399,15 @@ def test_a_server_that_does_not_heed_conditions_is_told_once(proxy: FaultyProxy,
     fault = proxy.add(Fault(kind="drop_conditions", of="PUT", times=1000))
     storage = open_storage(place)
     with structlog.testing.capture_logs() as events:
-        version = storage.put_if("a.pt", b"old", None)
+        etag = storage.put_if_match("a.pt", b"old", None)
         assert not storage.has_conditional_put
-        assert (storage.get("a.pt"), storage.version("a.pt")) == (b"old", version)
-        version = storage.put_if("a.pt", b"new", version)
+        assert (storage.get("a.pt"), storage.etag("a.pt")) == (b"old", etag)
+        etag = storage.put_if_match("a.pt", b"new", etag)
         for stale in (None, '"0"'):
             with pytest.raises(StoreConflict):
-                storage.put_if("a.pt", b"mine", stale)
+                storage.put_if_match("a.pt", b"mine", stale)
     assert fault.num_fired == 3  # both writes, and the one that should have been refused
-    assert (storage.get("a.pt"), storage.version("a.pt")) == (b"new", version)
+    assert (storage.get("a.pt"), storage.etag("a.pt")) == (b"new", etag)
     assert [(event["event"], event["log_level"], event["path"]) for event in events] == [
         ("store.not_fenced", "warning", place)
     ]
@@ -415,13 +415,13 @@ def test_a_server_that_does_not_heed_conditions_is_told_once(proxy: FaultyProxy,
 
 def test_a_server_that_heeds_conditions_is_tried_once(proxy: FaultyProxy, place: str) -> None:
     """Of a storage's conditional writes the first alone takes a second request, which changes nothing."""
-    storage, version, num_requests = open_storage(place), None, []
+    storage, etag, num_requests = open_storage(place), None, []
     with structlog.testing.capture_logs() as events:
         for data in (b"1", b"2", b"3"):
             before = len(proxy.requests)
-            version = storage.put_if("a.pt", data, version)
+            etag = storage.put_if_match("a.pt", data, etag)
             num_requests.append(len(proxy.requests) - before)
-            assert (storage.get("a.pt"), storage.version("a.pt")) == (data, version)
+            assert (storage.get("a.pt"), storage.etag("a.pt")) == (data, etag)
     assert num_requests == [2, 1, 1]
     assert storage.has_conditional_put
     assert events == []
@@ -429,13 +429,13 @@ def test_a_server_that_heeds_conditions_is_tried_once(proxy: FaultyProxy, place:
 
 @pytest.mark.parametrize("name", [name for name in PASSING if name != "cut_answer"])  # a refusal's body says nothing
 def test_a_trial_of_the_conditions_that_breaks_off_is_made_again(name: str, proxy: FaultyProxy, place: str) -> None:
-    """The write itself is done, and returns its version; the next one tries the server again."""
-    storage, version = open_storage(place), None
+    """The write itself is done, and returns its etag; the next one tries the server again."""
+    storage, etag = open_storage(place), None
     written = proxy.add(Fault(kind="drop_conditions", of="PUT"))  # there is no object: that changes nothing
     fault = proxy.add(replace(PASSING[name], of="PUT"))
     for data in (b"1", b"2", b"3"):
-        version = storage.put_if("a.pt", data, version)
-        assert (storage.get("a.pt"), storage.version("a.pt")) == (data, version)
+        etag = storage.put_if_match("a.pt", data, etag)
+        assert (storage.get("a.pt"), storage.etag("a.pt")) == (data, etag)
     assert [written.num_fired, fault.num_fired] == [1, 1]
     assert storage.has_conditional_put
     assert sum(request.startswith("PUT") for request in proxy.requests) == 2 + 2 + 1
