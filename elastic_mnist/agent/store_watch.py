@@ -13,17 +13,16 @@ Imported by the agent alone.
 import contextlib
 import os
 import socket
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
 from torch.distributed import TCPStore
 
-from elastic_mnist.ipc.timers import StallTimer
+from elastic_mnist.ipc.timers import PeriodicThread, StallTimer
 
 _ASK_SECONDS: Final = 1.0
-_PART_SECONDS: Final = 2.0
+_STOP_SECONDS: Final = 2.0
 
 
 class StoreWatch:
@@ -37,38 +36,37 @@ class StoreWatch:
     def __init__(self, store: TCPStore, *, patience_seconds: float) -> None:
         self._host, self._port = store.host, store.port
         self._patience_seconds = patience_seconds
-        self._num_questions = 0  # that have come to an end, whichever
-        self._is_over = threading.Event()
-        self._asker = threading.Thread(target=self._ask, name="store asker", daemon=True)
+        self._client: TCPStore | None = None
+        self._num_questions = 0  # answered or failed
+        self._stall = StallTimer()
+        self._asker = PeriodicThread("store asker", _ASK_SECONDS, self._ask)
+        self._watcher = PeriodicThread("store watch", _ASK_SECONDS, self._look)
         self._asker.start()
-        threading.Thread(target=self._watch, name="store watch", daemon=True).start()
+        self._watcher.start()
 
     def close(self) -> None:
         """End the watch. A thread that is still in torch's client when the interpreter ends would abort the process."""
-        self._is_over.set()
-        self._asker.join(_PART_SECONDS)
-        if self._asker.is_alive():
+        if not self._asker.stop(_STOP_SECONDS):
             hang_up(self._port)
-            self._asker.join(_PART_SECONDS)
+            self._asker.stop(_STOP_SECONDS)
+        self._watcher.stop(_STOP_SECONDS)
 
     def _ask(self) -> None:
-        store: TCPStore | None = None
-        # To connect may take longer than the patience: an attempt that is given up would look like an answer.
+        # Connecting may take longer than the patience: an attempt that is given up would look like an answer.
         timeout = timedelta(seconds=2 * self._patience_seconds + 1)
-        while not self._is_over.wait(_ASK_SECONDS):
-            try:
-                if store is None:
-                    store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
-                store.check(["elastic_mnist/is_anybody_there"])
-            except RuntimeError:
-                store = None
-            self._num_questions += 1
+        try:
+            if self._client is None:
+                self._client = TCPStore(
+                    self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout
+                )
+            self._client.check(["elastic_mnist/is_anybody_there"])
+        except RuntimeError:
+            self._client = None
+        self._num_questions += 1
 
-    def _watch(self) -> None:
-        stillness = StallTimer()
-        while not self._is_over.wait(_ASK_SECONDS):
-            if stillness.seconds(self._num_questions) >= self._patience_seconds:
-                hang_up(self._port)
+    def _look(self) -> None:
+        if self._stall.seconds(self._num_questions) >= self._patience_seconds:
+            hang_up(self._port)
 
 
 def hang_up(port: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from elastic_mnist.ipc import heartbeat, processes
 from elastic_mnist.ipc.heartbeat import HeartbeatRecord
-from elastic_mnist.ipc.timers import StallTimer
+from elastic_mnist.ipc.timers import PeriodicThread, StallTimer
 
 _POLL_SECONDS: Final = 0.25
 _OWN_SECONDS: Final = 2.0
@@ -45,15 +45,13 @@ class Watchdog:
         self._done: dict[int, StallTimer] = {}
         self._lock = threading.Lock()
         self._lost: dict[int, int] = {}  # told already: process id and beginning
-        self._is_over = threading.Event()
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self._thread = threading.Thread(target=self._watch, name="warden", daemon=True)
+        self._thread = PeriodicThread("watchdog", _POLL_SECONDS, self._look)
         self._thread.start()
 
     def close(self) -> None:
         """Watch no longer. What a later job of this process starts is none of its business."""
-        self._is_over.set()
-        self._thread.join(_CLOSE_SECONDS)  # it may be telling something to a terminal that stands still
+        self._thread.stop(_CLOSE_SECONDS)  # it may be telling something to a terminal that stands still
 
     def announce(self, num_nodes_waiting: int) -> None:
         """Let the workers know how many nodes wait to join."""
@@ -95,20 +93,18 @@ class Watchdog:
         """Whether a worker has said that starting it again is of no use."""
         return heartbeat.num_refusals(self._descriptor) > 0
 
-    def _watch(self) -> None:
-        while not self._is_over.wait(_POLL_SECONDS):
-            try:
-                signs = heartbeat.read(self._descriptor)
-                for sign in signs:
-                    if processes.started(sign.pid) == sign.pid_started:
-                        self._look(sign)
-                self.tell_of_the_lost()
-                self._look_at_the_unborn({sign.pid for sign in signs})
-            except Exception:
-                # Whatever it was: those who watch must not be the first to fall asleep.
-                logging.getLogger(__name__).exception("warden.failed")
+    def _look(self) -> None:
+        try:
+            signs = heartbeat.read(self._descriptor)
+            for sign in signs:
+                if processes.started(sign.pid) == sign.pid_started:
+                    self._look_at(sign)
+            self.tell_of_the_lost()
+            self._look_at_the_unborn({sign.pid for sign in signs})
+        except Exception:  # whatever it was, the workers must not stay without a watch
+            logging.getLogger(__name__).exception("warden.failed")
 
-    def _look(self, sign: HeartbeatRecord) -> None:
+    def _look_at(self, sign: HeartbeatRecord) -> None:
         beats = self._beats.setdefault(sign.pid, StallTimer()).seconds((sign.pid_started, sign.num_beats))
         done = self._done.setdefault(sign.pid, StallTimer()).seconds((sign.pid_started, sign.num_done, sign.phase))
         limit = self._hang_timeout if sign.step >= 0 else self._patience_at_birth

@@ -67,7 +67,7 @@ def watch(store: tuple[TCPStore, psutil.Process]) -> Iterator[StoreWatch]:
     eventually(lambda: watch._num_questions > 0)
     yield watch
     watch.close()
-    assert not watch._asker.is_alive()
+    assert not watch._asker.is_alive
 
 
 def test_a_store_that_falls_silent_is_hung_up_on(store: tuple[TCPStore, psutil.Process], watch: StoreWatch) -> None:
@@ -78,7 +78,7 @@ def test_a_store_that_falls_silent_is_hung_up_on(store: tuple[TCPStore, psutil.P
     os.waitpid(server.pid, os.WUNTRACED)  # until the last of its threads stands still
     with pytest.raises(RuntimeError):
         client.get("key")
-    assert watch._asker.is_alive()
+    assert watch._asker.is_alive
 
 
 def test_a_store_that_answers_is_let_be(store: tuple[TCPStore, psutil.Process], watch: StoreWatch) -> None:
@@ -113,4 +113,4 @@ def test_a_connection_of_the_watch_that_breaks_harms_nobody(
     client.set("key", "value")
     assert client.get("key") == b"value"
     broken.close()
-    assert watch._asker.is_alive()
+    assert watch._asker.is_alive

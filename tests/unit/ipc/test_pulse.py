@@ -6,7 +6,6 @@ import multiprocessing
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from elastic_mnist.agent.watchdog import Watchdog
 from elastic_mnist.ipc import heartbeat, processes
 from elastic_mnist.ipc.heartbeat import HeartbeatRecord
-from elastic_mnist.ipc.timers import StallTimer
 from elastic_mnist.worker.heartbeat import HeartbeatWriter
 
 NUMBERS = st.integers(0, 2**63 - 1)
@@ -50,18 +48,6 @@ def test_a_sign_is_read_as_it_was_written(numbers: tuple[int, ...], phase: str, 
     names = [name for name in HeartbeatRecord.__dataclass_fields__ if name not in ("phase", "run_id")]
     sign = HeartbeatRecord(**dict(zip(names, numbers, strict=True)), phase=phase, run_id=run_id)
     assert HeartbeatRecord.from_bytes(sign.to_bytes()) == sign
-
-
-def test_stillness_counts_from_the_last_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value that stays counts up, one that changes begins anew; looked at seldom, nothing is concluded."""
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    stillness, seen = StallTimer(), []
-    for value, seconds in [(1, 0.0), (1, 1.0), (1, 1.5), (2, 1.0), (2, 1.0), (2, 60.0), (2, 1.0)]:
-        now += seconds
-        seen.append(stillness.seconds(value))
-    # After a minute in which nobody looked, the machine may have been asleep: it begins anew.
-    assert seen == [0.0, 1.0, 2.5, 0.0, 1.0, 0.0, 1.0]
 
 
 def test_of_workers_that_refuse_at_once_one_is_the_first(tmp_path: Path) -> None:
