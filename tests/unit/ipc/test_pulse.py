@@ -172,10 +172,10 @@ def test_a_worker_that_dies_without_a_word_is_told_of_once(tmp_path: Path, watch
     """One that was killed is named, with rank and step; one that has said that it ends is not."""
     log = tmp_path / "events.jsonl"
     warden = watch(60.0)
-    last_word = "    heart.end(); print('ended', flush=True); time.sleep(600)\n"
+    last_word = "    heartbeat_writer.end(); print('ended', flush=True); time.sleep(600)\n"
     code = BEAT + last_word if has_ended else BEAT
     if has_ended:
-        code = code.replace("    while True:\n        heart.progress()\n        time.sleep(0.05)\n", "")
+        code = code.replace("    while True:\n        heartbeat_writer.progress()\n        time.sleep(0.05)\n", "")
     with subprocess.Popen([sys.executable, "-c", code, warden.path], stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "computing\n"
