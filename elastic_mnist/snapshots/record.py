@@ -1,10 +1,7 @@
-"""The record of a run, `run.json` beside its snapshots, and the mark of how far it came.
+"""The record of a run: `run.json` beside its snapshots.
 
-The record is claimed anew by rank 0 of each generation, before its first step (see `claim`): it names the run, counts
-its generations, holds the contract and says who is at work.
-
-The mark is a small local file that rank 0 rewrites after every step, unsynced: it outlives a killed
-process, at the cost of some microseconds, and tells the next generation how many steps were lost.
+Rank 0 of each generation writes it anew before its first step, with the lease (see `lease`). It names the run, counts
+its generations, holds its configuration and says which launch is at work.
 """
 
 import json
@@ -23,19 +20,20 @@ NAME: Final = "run.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run, as its latest generation claimed it.
+    """One run, as its latest generation has recorded it.
 
     Attributes:
         run_id: the run's name, for all its generations.
         generation: counts the worker generations of the run, from 0.
         started_at: when its first generation began, in seconds since the epoch of UTC.
         num_lost_steps: steps that were made, lost and made again, over all generations.
-        is_finished: whether the end of the run has been told.
-        contract: the settings its result hangs on.
+        is_finished: whether the end of the run has been logged.
+        contract: the settings that its result depends on.
         resumed_from: the snapshot elsewhere that it began from; None for a fresh start.
-        holder: the launch that claimed it.
-        reached: number of steps that the newest generation whose end is known had finished then.
-        num_stalled: generations in a row, of the same launch, that ended at the step where the one before had.
+        holder: the launch that has the lease.
+        reached: number of steps that the newest generation whose failure is known had finished then; None where that
+            is not known, or the job got further since.
+        num_stalled: generations in a row, of the same launch, that failed at the step where the one before had.
         began_at: number of steps that were finished when this generation began; None in the record of an older program.
     """
 
@@ -65,7 +63,7 @@ class RunRecord:
         )
 
     def next_generation(self, *, num_lost_steps: int, contract: RunConfig) -> "RunRecord":
-        """Return the record as the generation after this one claims it."""
+        """Return the record as the generation after this one writes it."""
         return replace(
             self,
             generation=self.generation + 1,

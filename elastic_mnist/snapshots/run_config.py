@@ -7,8 +7,10 @@ and the micro-batch size are resolved then, from the world and the device of tha
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, TypedDict, cast
 
+from elastic_mnist.errors import UsageError
 from elastic_mnist.settings import Settings
 
 _MICRO_BATCH_SIZES: Final = {"cpu": 64, "cuda": 512}
@@ -61,11 +63,6 @@ def requested(settings: Settings, dataset: Mapping[str, Any]) -> RequestedConfig
     return cast("RequestedConfig", config)
 
 
-def must_match_across_ranks(config: RequestedConfig, settings: Settings, device_type: str) -> dict[str, Any]:
-    """Return what all ranks must be started with alike: it decides on the result or on the collectives."""
-    return {**config, **settings.of_scope("world"), "device": device_type}
-
-
 def resolve(config: RequestedConfig, *, world_size: int, device_type: str) -> RunConfig:
     """Return the configuration of a run that starts now: the sizes as numbers."""
     sizes = {
@@ -73,6 +70,45 @@ def resolve(config: RequestedConfig, *, world_size: int, device_type: str) -> Ru
         "micro_batch_size": config["micro_batch_size"] or _MICRO_BATCH_SIZES[device_type],
     }
     return cast("RunConfig", {**config, **sizes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRequest:
+    """What one rank of a generation was started with.
+
+    Attributes:
+        settings: its options.
+        config: what they ask for, of this data set.
+        world_size: number of ranks.
+        device_type: of this rank.
+    """
+
+    settings: Settings
+    config: RequestedConfig
+    world_size: int
+    device_type: str
+
+    def new_config(self) -> RunConfig:
+        """Return the configuration of a run that begins now."""
+        return resolve(self.config, world_size=self.world_size, device_type=self.device_type)
+
+    @property
+    def must_match(self) -> dict[str, Any]:
+        """What all ranks must be started with alike: it decides on the result or on the collectives."""
+        return {**self.config, **self.settings.of_scope("world"), "device": self.device_type}
+
+
+def agree(recorded: RunConfig, request: StartRequest, *, where: str) -> RunConfig:
+    """Return the configuration to continue under; raises `UsageError` for a change that was not accepted."""
+    changed = differences(recorded, request.config)
+    if not changed:
+        return recorded
+    if not request.settings.accept_changes:
+        raise UsageError(
+            f"{where} was made under other settings: {'; '.join(changed)}; choose another --snapshot_path, "
+            f"or go on under the new ones with --accept_changes"
+        )
+    return accept(recorded, request.config, world_size=request.world_size)
 
 
 def differences(recorded: RunConfig, config: RequestedConfig) -> list[str]:

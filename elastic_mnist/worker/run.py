@@ -14,12 +14,13 @@ from elastic_mnist.ipc import heartbeat
 from elastic_mnist.ipc.environment import WorkerEnvironment
 from elastic_mnist.ipc.heartbeat import COMPUTING, FINISHING
 from elastic_mnist.settings import Settings
-from elastic_mnist.snapshots import memory, resume, run_config
+from elastic_mnist.snapshots import memory, resume
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.progress import ProgressFile
-from elastic_mnist.snapshots.resume import Candidate, Start
-from elastic_mnist.snapshots.run_config import RequestedConfig
+from elastic_mnist.snapshots.resume import Start
+from elastic_mnist.snapshots.resume_sources import Candidate
+from elastic_mnist.snapshots.run_config import StartRequest, requested
 from elastic_mnist.snapshots.state import State, pack
 from elastic_mnist.snapshots.writer import Write, with_retries
 from elastic_mnist.telemetry import events
@@ -113,22 +114,26 @@ def tell_stop(job: Job, training: Training) -> None:
 
 def agree_on_start(job: Job) -> Start:
     """Gather the nodes' memory snapshots, let rank 0 decide, and give all ranks its decision and the state."""
-    asked = run_config.requested(job.settings, job.dataset_facts)
-    same = run_config.must_match_across_ranks(asked, job.settings, job.device.type)
+    request = StartRequest(
+        settings=job.settings,
+        config=requested(job.settings, job.dataset_facts),
+        world_size=job.world.size,
+        device_type=job.device.type,
+    )
     held = None
     if job.place.memory_path is not None and job.place.local_rank == 0:
         held = memory.read(job.place.memory_path)
     own = None if held is None else Candidate(rank=job.world.rank, record=held.record, position=held.position)
     candidates = job.world.gather(own)
     if job.world.rank == 0:
-        start = replace(decide(job, asked, [candidate for candidate in candidates if candidate]), asked=same)
+        start = decide(job, request, [candidate for candidate in candidates if candidate])
         job.world.broadcast(start.for_broadcast())
     else:
         decision: Start | ReportedByRank0 = job.world.broadcast(None)
         if isinstance(decision, ReportedByRank0):
             raise decision
         start = decision
-    resume.check_same_settings(start, same)
+    resume.check_same_settings(start, request.must_match)
     if start.state_rank is not None:
         data = start.data
         if held is not None and start.source == "memory" and start.state_rank == job.world.rank:
@@ -139,19 +144,16 @@ def agree_on_start(job: Job) -> Start:
     return start
 
 
-def decide(job: Job, asked: RequestedConfig, candidates: Sequence[Candidate]) -> Start:
+def decide(job: Job, request: StartRequest, candidates: Sequence[Candidate]) -> Start:
     """Decide on rank 0; an error is logged and printed here, and raised at all ranks."""
     try:
         return resume.decide(
             job.storage,
             job.tier,
-            job.settings,
-            asked,
-            world_size=job.world.size,
-            device_type=job.device.type,
-            mark_path=job.mark_path,
+            request,
             holder=LeaseHolder.of(job.place),
-            offers=candidates,
+            progress_path=job.mark_path,
+            candidates=candidates,
         )
     except UsageError as error:
         if not job.place.is_first_attempt:
@@ -226,10 +228,10 @@ def tell_end(job: Job, start: Start, training: Training, network: model.ConvNet)
         wall_seconds=round(wall_seconds, 3),
         goodput=round(min(1.0, training.progress.productive_seconds / max(wall_seconds, 1e-9)), 4),
     )
-    assert start.claim is not None
+    assert start.lease is not None
     path = job.storage.path(run_record.NAME)
     try:
-        with_retries(Write(step=training.position.step, path=path, run=start.claim.finish))
+        with_retries(Write(step=training.position.step, path=path, run=start.lease.finish))
     except StoreError as error:  # all is saved; started again, the job ends as finished once more
         log.warning("snapshot.store_unreachable", reason=str(error))
     ProgressFile.remove(job.mark_path)

@@ -226,7 +226,7 @@ def open_memory(job: Job, start: Start) -> MemoryTier | None:
 def open_mark(job: Job, start: Start) -> ProgressFile:
     """Return what notes how far this generation came; rank 0's is written, the others' lead nowhere."""
     path = job.mark_path if job.world.rank == 0 else None
-    return ProgressFile(path, run_id=start.record.run_id, generation=start.record.generation)
+    return ProgressFile(path, start.record)
 
 
 def keep(job: Job, start: Start, training: Training, network: model.ConvNet) -> None:
@@ -240,11 +240,11 @@ def save(job: Job, start: Start, training: Training, network: model.ConvNet) -> 
     if job.world.rank > 0:
         return
     state = detached(state_of(job, start, training, network))
-    assert start.claim is not None
-    check_claim = start.claim.check
+    assert start.lease is not None
+    check_lease = start.lease.check
 
     def write() -> None:
-        job.tier.save_state(state, check_claim)
+        job.tier.save_state(state, check_lease)
 
     step = training.position.step
     job.writer.submit(Write(step=step, path=job.tier.path(step), run=write))

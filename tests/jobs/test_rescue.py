@@ -31,7 +31,8 @@ from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.memory import MemoryTier
 from elastic_mnist.snapshots.record import RunRecord
-from elastic_mnist.snapshots.resume import MAX_STALLED, Candidate
+from elastic_mnist.snapshots.resume import MAX_STALLED
+from elastic_mnist.snapshots.resume_sources import Candidate
 from elastic_mnist.snapshots.storage import LocalStorage
 from elastic_mnist.telemetry import events
 from elastic_mnist.training.sampler import Position
@@ -346,7 +347,7 @@ def test_what_a_later_generation_of_the_same_agent_did_not_reach_is_saved(place:
     mine = place.record()
     hold(memory_path, mine, 9)
     offer = Candidate(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
-    assert place.decide(holder=OWN, offers=[offer]).record.generation == mine.generation + 1
+    assert place.decide(holder=OWN, candidates=[offer]).record.generation == mine.generation + 1
     assert save_held(place, memory_path, mine, 9) is Outcome.SAFE
     assert newest_step(place) == 9
     assert place.decide(holder=OWN).data is not None  # nothing of it is late for the next one
@@ -357,9 +358,9 @@ def test_a_job_that_gives_up_saves_what_it_has(place: Place, memory_path: str) -
     mine = place.record()
     offer = Candidate(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
     for _ in range(MAX_STALLED + 1):
-        place.mark(place.decide(holder=OWN, offers=[offer]), 9)
+        place.progress(place.decide(holder=OWN, candidates=[offer]), 9)
     with pytest.raises(UsageError, match="generations in a row have ended at step 9"):
-        place.decide(holder=OWN, offers=[offer])
+        place.decide(holder=OWN, candidates=[offer])
     assert save_held(place, memory_path, mine, 9) is Outcome.SAFE
     assert newest_step(place) == 9
 
@@ -372,7 +373,7 @@ def test_what_a_generation_that_is_over_holds(
     mine = place.record()
     offer = Candidate(rank=0, record=mine, position=Position(epoch=0, step=9, samples_in_epoch=72))
     other = replace(OWN, pid=other_agent.pid, pid_started=processes.started(other_agent.pid))
-    assert place.decide(holder=other, offers=[offer]).record.generation == mine.generation + 1
+    assert place.decide(holder=other, candidates=[offer]).record.generation == mine.generation + 1
     if is_dead:
         other_agent.kill()
         other_agent.wait()

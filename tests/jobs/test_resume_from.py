@@ -101,7 +101,7 @@ def test_the_jobs_own_snapshots_come_first(place: Place, source: Path) -> None:
 def test_a_run_killed_before_its_first_own_snapshot_goes_on_as_the_same_run(place: Place, source: Path) -> None:
     """Restarted with the same command, it starts from the file again, with its name and its lost steps."""
     first = place.decide(resume_from=str(source))
-    place.mark(first, 12)
+    place.progress(first, 12)
     second = place.decide(resume_from=str(source), world_size=2)
     assert (second.source, second.num_lost_steps) == ("file", 3)
     assert (second.record.run_id, second.record.generation) == (first.record.run_id, 1)
@@ -214,7 +214,7 @@ def test_another_programs_file_begins_a_run(kind: str, num_epochs: int, tmp_path
     assert state is not None
     assert (state["epoch"], state["step"], state["samples_in_epoch"]) == (num_epochs, num_epochs * STEPS_PER_EPOCH, 0)
     assert all(state["model"][key].equal(weights[key]) for key in weights)
-    place.mark(start, num_epochs * STEPS_PER_EPOCH + 4)
+    place.progress(start, num_epochs * STEPS_PER_EPOCH + 4)
     again = place.decide(resume_from=str(tmp_path / "foreign.pt"))
     assert (again.record.generation, again.num_lost_steps) == (1, 4)
 

@@ -14,8 +14,9 @@ from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.holder import LeaseHolder
 from elastic_mnist.snapshots.progress import ProgressFile
 from elastic_mnist.snapshots.record import RunRecord
-from elastic_mnist.snapshots.resume import Candidate, Start
-from elastic_mnist.snapshots.run_config import requested
+from elastic_mnist.snapshots.resume import Start
+from elastic_mnist.snapshots.resume_sources import Candidate
+from elastic_mnist.snapshots.run_config import StartRequest, requested
 from elastic_mnist.snapshots.storage import LocalStorage, Storage
 
 HOLDER = LeaseHolder(job_id="job", host="host", pid=1, pid_started=1)
@@ -26,7 +27,7 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         self.directory = root / "snapshots"
-        self.mark_path = root / "events.jsonl.progress"
+        self.progress_path = root / "events.jsonl.progress"
         self.storage = LocalStorage(self.directory)
 
     def decide(
@@ -37,7 +38,7 @@ class Place:
         dataset: dict[str, Any] = DATASET,
         storage: Storage | None = None,
         holder: LeaseHolder = HOLDER,
-        offers: Sequence[Candidate] = (),
+        candidates: Sequence[Candidate] = (),
         **options: Any,  # noqa: ANN401 - the options of `Settings`
     ) -> Start:
         """Decide as rank 0 of a generation started with some options."""
@@ -46,13 +47,15 @@ class Place:
         return resume.decide(
             storage,
             DurableTier(storage, keep_last=settings.keep_last),
-            settings,
-            requested(settings, dataset),
-            world_size=world_size,
-            device_type=device_type,
-            mark_path=self.mark_path,
+            StartRequest(
+                settings=settings,
+                config=requested(settings, dataset),
+                world_size=world_size,
+                device_type=device_type,
+            ),
             holder=holder,
-            offers=offers,
+            progress_path=self.progress_path,
+            candidates=candidates,
         )
 
     def commit(self, step: int, **changes: Any) -> None:  # noqa: ANN401 - what `small_state` takes
@@ -66,9 +69,16 @@ class Place:
         assert record is not None
         return record
 
-    def mark(self, start: Start, step: int) -> None:
+    def progress(self, start: Start, step: int) -> None:
         """Let the generation that `start` began finish some steps."""
-        ProgressFile(self.mark_path, run_id=start.record.run_id, generation=start.record.generation).set(step)
+        ProgressFile(self.progress_path, start.record).set(step)
+
+    def stop(self, start: Start, step: int | None = None) -> None:
+        """Let the generation that `start` began be stopped, after some steps or before its first."""
+        progress = ProgressFile(self.progress_path, start.record)
+        if step is not None:
+            progress.set(step)
+        progress.stop()
 
     def finish(self) -> None:
         """Note in the record, as the recorded generation does with its last word, that the run is finished."""

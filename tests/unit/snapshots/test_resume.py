@@ -12,7 +12,9 @@ from structlog.testing import capture_logs
 from elastic_mnist.errors import StoreError, UsageError
 from elastic_mnist.snapshots import record as run_record
 from elastic_mnist.snapshots.durable import DurableTier
-from elastic_mnist.snapshots.resume import Candidate, Start
+from elastic_mnist.snapshots.progress import LastProgress, ProgressFile
+from elastic_mnist.snapshots.resume import Start
+from elastic_mnist.snapshots.resume_sources import Candidate
 from elastic_mnist.snapshots.state import pack, position_of
 
 
@@ -253,7 +255,7 @@ def at_steps_3_and_5(tmp_path: Path) -> Place:
 def test_a_snapshot_of_the_step_that_memory_holds_needs_no_second_one(at_steps_3_and_5: Place) -> None:
     """The memory is gone on from, what is saved is that step, and nothing is rejected."""
     with capture_logs() as events:
-        start = at_steps_3_and_5.decide(offers=[offered(at_steps_3_and_5, 5)])
+        start = at_steps_3_and_5.decide(candidates=[offered(at_steps_3_and_5, 5)])
     assert (start.source, start.state_rank, start.data) == ("memory", 0, None)
     assert start.saved == position_of(small_state(5))
     assert events == []
@@ -267,7 +269,7 @@ def test_a_snapshot_of_an_epochs_end_without_its_evaluation_is_made_again(
     place = Place(tmp_path)
     progress = {"num_evaluated_epochs": num_evaluated_epochs}
     place.commit(13, run_id=place.decide().record.run_id, progress=progress)
-    start = place.decide(offers=[offered(place, 13)])
+    start = place.decide(candidates=[offered(place, 13)])
     assert start.source == "memory"
     assert start.saved == (position_of(small_state(13)) if num_evaluated_epochs else None)
 
@@ -280,7 +282,7 @@ def test_a_damaged_snapshot_of_the_step_that_memory_holds_is_not_counted_upon(
     path = at_steps_3_and_5.directory / "step-00000005.pt"
     path.unlink() if data is None else path.write_bytes(data)
     with capture_logs() as events:
-        start = at_steps_3_and_5.decide(offers=[offered(at_steps_3_and_5, 5)])
+        start = at_steps_3_and_5.decide(candidates=[offered(at_steps_3_and_5, 5)])
     assert (start.source, start.saved) == ("memory", position_of(small_state(3)))
     assert [(event["event"], event["path"]) for event in events] == [("snapshot.rejected", str(path))]
 
@@ -292,7 +294,7 @@ def test_a_damaged_snapshot_that_cannot_be_set_aside_is_not_counted_upon_either(
     (at_steps_3_and_5.directory / "step-00000005.pt").write_bytes(b"damaged")
     fault = Fault(at=None, of=("rename",), raises=StoreError("no renames today"))
     storage = FaultyStorage(at_steps_3_and_5.storage, fault)
-    start = at_steps_3_and_5.decide(storage=storage, offers=[offered(at_steps_3_and_5, 5)])
+    start = at_steps_3_and_5.decide(storage=storage, candidates=[offered(at_steps_3_and_5, 5)])
     assert fault.num_fired > 0
     assert (start.source, start.saved) == ("memory", position_of(small_state(3)))
 
@@ -302,7 +304,7 @@ def test_where_the_only_snapshot_is_damaged_memory_is_gone_on_from_and_nothing_i
 ) -> None:
     """There is no older one to count upon."""
     (at_step_5.directory / "step-00000005.pt").write_bytes(b"damaged")
-    start = at_step_5.decide(offers=[offered(at_step_5, 5)])
+    start = at_step_5.decide(candidates=[offered(at_step_5, 5)])
     assert (start.source, start.saved) == ("memory", None)
 
 
@@ -333,7 +335,7 @@ def test_what_the_last_generation_saved_is_never_late(at_step_5: Place) -> None:
 
 def die_at_step_5(place: Place, start: Start) -> None:
     """Let a generation make steps up to 5, and die."""
-    place.mark(start, 5)
+    place.progress(start, 5)
 
 
 def die_in_set_up(_place: Place, _start: Start) -> None:
@@ -351,7 +353,7 @@ def test_generations_that_all_end_at_one_step_are_no_accident(
     die: Callable[[Place, Start], None], at_step_5: Place
 ) -> None:
     """Of one launch the fifth does not start, and says at which step the four before it have ended, marked or not."""
-    at_step_5.mark(at_step_5.decide(), 6)  # one that came further
+    at_step_5.progress(at_step_5.decide(), 6)  # one that came further
     for _ in range(4):
         die(at_step_5, at_step_5.decide())
     with pytest.raises(UsageError, match=r"^4 generations in a row have ended at step 5; .* start the job again$"):
@@ -383,3 +385,47 @@ def test_generations_that_make_progress_are_never_refused(at_step_5: Place) -> N
         at_step_5.decide()
         generation = at_step_5.decide().record.generation
         at_step_5.commit(step, run_id=run_id, generation=generation)
+
+
+def interrupt(place: Place, num_times: int) -> None:
+    """Let generations begin that are stopped before their first step, as for a node that joins."""
+    for _ in range(num_times):
+        place.stop(place.decide())
+
+
+def test_generations_that_were_stopped_before_their_first_step_are_no_stall(place: Place) -> None:
+    """Five joins and more, one after the other, while the job has not finished a step: the next one starts."""
+    interrupt(place, 10)
+    start = place.decide()
+    assert (start.source, start.record.generation, start.record.num_stalled) == ("fresh", 10, 0)
+    assert start.num_lost_steps == 0
+
+
+def test_a_stop_neither_counts_as_a_failure_nor_hides_one(at_step_5: Place) -> None:
+    """Four failures at one step, with joins before and between them: the next one is refused, and says four."""
+    for _ in range(4):
+        interrupt(at_step_5, 2)
+        die_at_step_5(at_step_5, at_step_5.decide())
+    with pytest.raises(UsageError, match=r"^4 generations in a row have ended at step 5"):
+        at_step_5.decide()
+
+
+def test_a_stop_after_progress_ends_a_stall(at_step_5: Place) -> None:
+    """Three failures, then a generation that got further and was stopped there: it takes four failures again."""
+    for _ in range(3):
+        at_step_5.progress(at_step_5.decide(), 5)
+    at_step_5.stop(at_step_5.decide(), 7)
+    for _ in range(4):
+        at_step_5.progress(at_step_5.decide(), 7)
+    with pytest.raises(UsageError, match=r"^4 generations in a row have ended at step 7"):
+        at_step_5.decide()
+
+
+def test_a_step_after_a_stop_was_asked_for_is_progress(at_step_5: Place) -> None:
+    """The progress file says both, whichever came first: how far it came, and that it did not fail."""
+    start = at_step_5.decide()
+    progress = ProgressFile(at_step_5.progress_path, start.record)
+    progress.stop()
+    assert ProgressFile.read(at_step_5.progress_path, start.record) == LastProgress(step=5, is_stopped=True)
+    progress.set(6)
+    assert ProgressFile.read(at_step_5.progress_path, start.record) == LastProgress(step=6, is_stopped=True)

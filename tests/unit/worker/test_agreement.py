@@ -78,7 +78,7 @@ def agreed(place: Place, *settings: Settings, devices: tuple[str, str] = ("cpu",
             place=environment.WorkerEnvironment(rank=rank, local_rank=rank, world_size=2, local_world_size=2),
             storage=place.storage,
             tier=DurableTier(place.storage),
-            mark_path=place.mark_path,
+            mark_path=place.progress_path,
         )
         try:
             starts.append(agree_on_start(cast("Job", job)))
@@ -95,7 +95,7 @@ def test_a_decision_arrives_as_it_was_made(prepare: Callable[[Place], None], tmp
     first, second = agreed(place, settings, settings)
     assert first == second
     assert (first.finished is not None) == (prepare is finished)
-    assert (first.claim is None, second.claim) == (prepare is finished, None)
+    assert (first.lease is None, second.lease) == (prepare is finished, None)
 
 
 def test_a_state_arrives_whole(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_the_same_settings_are_agreed_on(tmp_path: Path) -> None:
         ("global_batch_size", Settings(batch_size=8, global_batch_size=8), DATASET),
         ("lr", Settings(batch_size=8, lr=0.5), DATASET),
         ("precision", Settings(batch_size=8, precision="bf16"), DATASET),
-        ("epochs", Settings(batch_size=8, lr_schedule="cosine"), DATASET),
+        ("lr_schedule", Settings(batch_size=8, lr_schedule="cosine"), DATASET),
         ("data_sha256", Settings(batch_size=8), {**DATASET, "sha256": "ab" * 32}),
     ],
 )
