@@ -1,14 +1,13 @@
-"""Durable snapshots beside the training: one thread that writes what it is given.
+"""Durable snapshots beside the training: one thread writes what it is given.
 
-Invariant: at most one snapshot is being written and at most one waits, the newest; training never waits for a write,
-but at the end. A write that fails is told and tried again, with longer and longer pauses. When the pauses are used up
-that snapshot has failed, which is told too; when too many have failed in a row, or the last one of the job, the
-training stops. A write that neither ends nor fails counts as a failed one again and again, as time goes by.
+Invariant: at most one snapshot is being written and at most one waits, the newest; training never waits for a write
+except at its end. A write that fails is logged and retried with growing pauses. Once the tries are used up, that
+snapshot has failed; when too many in a row have failed, or the last one of the job, training stops. A write that
+neither ends nor fails counts as one more failure each time the limit passes.
 """
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +21,8 @@ _NUM_TRIES: Final = 4
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 10.0
 _LONGEST_SECONDS: Final = 600.0
-_PARTING_SECONDS: Final = 5.0
-_NICENESS: Final = 5  # the lanes go first
+_CLOSE_SECONDS: Final = 5.0
+_NICENESS: Final = 5  # the threads that compute go first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def submit(self, write: Write) -> None:
-        """Hand over a snapshot. One that still waits gives way to it."""
+        """Hand over a snapshot; it supersedes one that still waits."""
         with self._changed:
             if self._waiting is not None:
                 log.warning(
@@ -76,39 +75,38 @@ class BackgroundWriter:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what must stop the training: too many failures, or a claim that is lost."""
+        """Raise what must stop the training: too many failures, or a lost lease."""
         with self._changed:
             self._notice_hang()
             if self._error is not None:
                 raise self._error
 
-    def settle(self, seconds: float | None = None) -> None:
-        """Wait for all that has been handed over, `seconds` at most.
+    def flush(self, seconds: float | None = None) -> None:
+        """Wait until all that was handed over is written, at most `seconds`.
 
         Raises:
             TrainingError: the newest could not be saved.
         """
         seconds = _LONGEST_SECONDS if seconds is None else seconds
         with self._changed:
-            is_settled = self._changed.wait_for(
+            is_flushed = self._changed.wait_for(
                 lambda: self._error is not None or not (self._waiting or self._writing), timeout=seconds
             )
-            if not is_settled:
+            if not is_flushed:
                 raise TrainingError(f"the last snapshot could not be saved within {seconds:.0f} s")
             if self._error is not None:
                 raise self._error
             if self._last_failure is not None:
                 raise TrainingError(f"the last snapshot could not be saved: {self._last_failure}")
 
-    def give_way(self) -> None:
-        """Wait for all that was handed over, but not for long, and whatever comes of it: the training has ended."""
+    def close(self) -> None:
+        """Wait a few seconds for what was handed over, and ignore its failures: training has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._waiting or self._writing), timeout=_PARTING_SECONDS)
+            self._changed.wait_for(lambda: not (self._waiting or self._writing), timeout=_CLOSE_SECONDS)
 
     def _work(self) -> None:
-        if sys.platform == "linux":  # elsewhere a priority is a process's
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux, a thread's own
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None)
@@ -135,7 +133,7 @@ class BackgroundWriter:
                 self._changed.notify_all()
 
     def _notice_hang(self) -> None:
-        """Count a write that has taken too long; whether it will ever end, nobody knows."""
+        """Count a write that has taken too long; it may never end."""
         if self._writing is None or time.monotonic() - self._writing_since < _LONGEST_SECONDS:
             return
         self._writing_since = time.monotonic()
@@ -156,7 +154,7 @@ def with_retries(write: Write) -> None:
     """Write; raises the last `StoreError` once the tries are used up."""
     import tenacity  # noqa: PLC0415 - here it is imported beside the training; at the top, a restart would wait for it
 
-    def tell(state: tenacity.RetryCallState) -> None:
+    def log_retry(state: tenacity.RetryCallState) -> None:
         assert state.outcome is not None
         log.warning("snapshot.retried", step=write.step, path=write.path, reason=str(state.outcome.exception()))
 
@@ -164,7 +162,7 @@ def with_retries(write: Write) -> None:
         retry=tenacity.retry_if_exception_type(StoreError),
         stop=tenacity.stop_after_attempt(_NUM_TRIES),
         wait=tenacity.wait_exponential(multiplier=_FIRST_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS),
-        before_sleep=tell,
+        before_sleep=log_retry,
         reraise=True,
     )
     retrying(write.run)

@@ -48,7 +48,7 @@ def run(settings: Settings, place: WorkerEnvironment, requests: StopRequests, at
         PeerLost: another rank is gone.
     """
     job = Job(settings, place, requests)
-    at_end.callback(job.writer.give_way)  # what is being written is good
+    at_end.callback(job.writer.close)  # what is being written is good
     start = agree_on_start(job)
     identify(job, start)
     if start.finished is not None:

@@ -121,7 +121,7 @@ def build(job: Job, start: Start, state: State | None) -> tuple[Training, model.
         evaluate=build_evaluation(job, network, pool),
         keep=lambda training: keep(job, start, training, network),
         save=lambda training: save(job, start, training, network),
-        settle=job.writer.settle,
+        settle=job.writer.flush,
         note_samples=open_ledger(job, start),
         finished_step=finished_step,
     )

@@ -57,7 +57,7 @@ def test_a_write_runs_in_another_thread() -> None:
     threads: list[threading.Thread] = []
     background = BackgroundWriter(max_failures=0)
     background.submit(write_of(1, lambda: threads.append(threading.current_thread())))
-    background.settle()
+    background.flush()
     assert len(threads) == 1
     assert threads[0] is not threading.current_thread()
 
@@ -79,7 +79,7 @@ def test_the_training_goes_on_while_a_snapshot_is_written(events: list[Any]) -> 
         background.check()
     assert written == []
     go_on.set()
-    background.settle()
+    background.flush()
     assert written == [1, 3]
     (told,) = events
     assert (told["event"], told["step"], told["path"]) == ("snapshot.superseded", 2, "step-2")
@@ -95,25 +95,25 @@ def test_settling_waits_for_what_was_handed_over() -> None:
 
     background = BackgroundWriter(max_failures=0)
     background.submit(write_of(1, slow))
-    settled = threading.Thread(target=background.settle)
-    settled.start()
-    settled.join(0.05)
-    assert settled.is_alive()
+    flushed = threading.Thread(target=background.flush)
+    flushed.start()
+    flushed.join(0.05)
+    assert flushed.is_alive()
     go_on.set()
-    settled.join(60)
-    assert (settled.is_alive(), written) == (False, [1])
+    flushed.join(60)
+    assert (flushed.is_alive(), written) == (False, [1])
 
 
 def test_settling_with_nothing_to_write_returns() -> None:
     """Other ranks than 0 never hand anything over."""
-    BackgroundWriter(max_failures=0).settle()
+    BackgroundWriter(max_failures=0).flush()
 
 
 def test_a_failed_write_is_told_and_tried_again(events: list[Any]) -> None:
     """One that fails twice and then succeeds has not failed; each failure is told with its reason."""
     failing, background = Failing(2), BackgroundWriter(max_failures=0)
     background.submit(write_of(7, failing))
-    background.settle()
+    background.flush()
     assert failing.num_tries == 3
     assert [(event["event"], event["log_level"], event["step"], event["reason"]) for event in events] == 2 * [
         ("snapshot.retried", "warning", 7, "disk full")
@@ -137,7 +137,7 @@ def test_the_last_snapshot_must_not_fail(events: list[Any]) -> None:
     failing, background = Failing(10**6), BackgroundWriter(max_failures=100)
     background.submit(write_of(7, failing))
     with pytest.raises(TrainingError, match=r"^the last snapshot could not be saved: disk full$"):
-        background.settle()
+        background.flush()
     assert failing.num_tries == 4
     assert [event["event"] for event in events] == [*["snapshot.retried"] * 3, "snapshot.failed"]
 
@@ -145,7 +145,7 @@ def test_the_last_snapshot_must_not_fail(events: list[Any]) -> None:
 def wait_until_failed(background: BackgroundWriter, events: list[Any], num_failed: int) -> None:
     """Wait until a number of snapshots has failed."""
     eventually(lambda: sum(event["event"] == "snapshot.failed" for event in events) >= num_failed)
-    background.give_way()
+    background.close()
 
 
 @pytest.mark.parametrize("max_failures", [0, 1, 3])
@@ -169,7 +169,7 @@ def test_a_good_snapshot_makes_up_for_failed_ones(events: list[Any]) -> None:
         background.submit(write_of(number, Failing(10**6)))
         wait_until_failed(background, events, number + 1)
         background.submit(write_of(number, Failing(0)))
-        background.settle()
+        background.flush()
     background.check()
 
 
@@ -179,7 +179,7 @@ def test_what_a_retry_cannot_help_is_raised_at_once(error: Exception, events: li
     failing, background = Failing(10**6, error), BackgroundWriter(max_failures=100)
     background.submit(write_of(7, failing))
     with pytest.raises(type(error), match=str(error)):
-        background.settle()
+        background.flush()
     with pytest.raises(type(error), match=str(error)):
         background.check()
     assert (failing.num_tries, events) == (1, [])
@@ -242,9 +242,9 @@ def test_settling_gives_up_on_a_write_that_hangs(hanging: Callable[[BackgroundWr
     background = BackgroundWriter(max_failures=100)
     write = hanging(background, 7)
     with pytest.raises(TrainingError, match=r"^the last snapshot could not be saved within 0 s$"):
-        background.settle(0.01)
+        background.flush(0.01)
     write.end()
-    background.settle()
+    background.flush()
 
 
 def failed(events: list[Any]) -> list[int]:
@@ -285,7 +285,7 @@ def test_a_write_that_ends_after_all_makes_up_for_its_hanging(
             clock.now += writer._LONGEST_SECONDS
             background.check()
         write.end()
-        background.settle()
+        background.flush()
     background.check()
     assert failed(events) == [7, 7, 8, 8]
 
@@ -302,5 +302,5 @@ def test_only_the_time_of_a_write_itself_counts(
         clock.now += writer._LONGEST_SECONDS - 1
         background.check()
         write.end()
-        background.settle()
+        background.flush()
     assert events == []
