@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import forked
 import psutil
 from typing_extensions import Self
 
@@ -63,6 +64,8 @@ class Job:
         launcher: the command up to and with `-m elastic_mnist`.
         options: of the training.
         environment: on top of this process's own.
+        is_forked: whether this Python's own command lines are run in a process forked from one that has imported torch;
+            it has not the command line and the environment in /proc that a started one has.
     """
 
     def __init__(
@@ -72,14 +75,18 @@ class Job:
         launcher: Sequence[str],
         options: Sequence[str] = (),
         environment: dict[str, str] | None = None,
+        *,
+        is_forked: bool = True,
     ) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         number = len(list(directory.glob("output-*")))
         self._output_path = directory / f"output-{number}"
         self._number_of_lines_before = len(self._lines())
+        start: Callable[..., forked.Process | subprocess.Popen[bytes]]
+        start = forked.Process if is_forked and forked.can_run(launcher) else subprocess.Popen
         with self._output_path.open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = start(
                 [*launcher, "--data_dir", str(data_dir), *options],
                 cwd=directory,
                 stdout=output,
