@@ -188,7 +188,9 @@ def test_nothing_is_left_behind(
     tmpdir.mkdir()
     launcher = torchrun("--nnodes=1:2", f"--master_port={port}", "--nproc_per_node=2", "--max_restarts=0")
     environment = {"TMPDIR": str(tmpdir), leftovers.JOB_VARIABLE: str(tmp_path)}
-    with Job(tmp_path, tmp_path, launcher, (*PACED, "--train_samples=40", *options), environment) as job:
+    with Job(
+        tmp_path, tmp_path, launcher, (*PACED, "--train_samples=40", *options), environment, is_forked=False
+    ) as job:
         eventually(lambda: len(leftovers.memory(job.process.pid)) == 2, what="the memory tier, and the signs of life")
         memory = leftovers.memory(job.process.pid)
         if sign is not None:

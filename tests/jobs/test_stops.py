@@ -101,7 +101,7 @@ def test_nohup_is_heeded(tmp_path: Path) -> None:
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     """In the middle of the imports there is nothing to save: 143, and no word of a failure."""
-    with Job(tmp_path, tmp_path, plain(), OPTIONS) as job:
+    with Job(tmp_path, tmp_path, plain(), OPTIONS, is_forked=False) as job:
         eventually(lambda: waits_for_signals(job.process.pid))
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(within=20) == STOPPED

@@ -14,7 +14,8 @@ def test_exact_line(mnist_dir: Path, tmp_path: Path) -> None:
     """The README's line, alone on one machine, in a directory with nothing but the data, trains and exits 0."""
     (tmp_path / "data").symlink_to(mnist_dir)
     line = torchrun("--max_restarts=3", "--nnodes=1:2")
-    with Job(tmp_path, Path("data"), line, ("--epochs", "1", "--train_samples", "4096")) as job:
+    options = ("--epochs", "1", "--train_samples", "4096")
+    with Job(tmp_path, Path("data"), line, options, is_forked=False) as job:
         job.wait_for_step(1)  # the static rendezvous would wait 900 s for a second node
         finished = job.finish()
         assert finished["step"] == 8
@@ -27,7 +28,7 @@ def test_exact_line(mnist_dir: Path, tmp_path: Path) -> None:
 
 def test_plain_python(mnist_dir: Path, tmp_path: Path) -> None:
     """`python -m elastic_mnist`, without torchrun, is the same program."""
-    with Job(tmp_path, mnist_dir, plain(), SMALL) as job:
+    with Job(tmp_path, mnist_dir, plain(), SMALL, is_forked=False) as job:
         assert job.finish()["step"] == 32
 
 
