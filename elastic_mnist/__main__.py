@@ -67,7 +67,7 @@ def _train(settings: Settings, place: WorkerEnvironment, requests: StopRequests,
     events.configure(
         settings.event_log_path, rank=place.rank, world_size=place.world_size, log_format=settings.log_format
     )
-    from elastic_mnist.worker import run  # noqa: PLC0415 - the same
+    from elastic_mnist.worker import run, start  # noqa: PLC0415 - the same
 
     status = EXIT_FAILURE
     try:
@@ -79,7 +79,7 @@ def _train(settings: Settings, place: WorkerEnvironment, requests: StopRequests,
         is_mistake = place.is_first_attempt and heartbeat_writer.step < 0
         is_known = is_mistake or isinstance(error, ReportedByRank0)
         events.log.log(logging.DEBUG if is_known else logging.ERROR, "run.failed", reason=str(error))
-        run.refuse(place, str(error))
+        start.refuse(place, str(error))
         return EXIT_USAGE
     except Stopped:
         heartbeat.stopped(place.pulse_path, by_others=requests.is_by_others)
@@ -127,7 +127,7 @@ def _leave_error_file(error: Exception) -> None:
 def _end(status: int) -> NoReturn:
     """End the process at once.
 
-    Ordinary interpreter exit would wait for lanes in the middle of a micro-batch and for a process group whose peers
+    Ordinary interpreter exit would wait for threads in the middle of a micro-batch and for a process group whose peers
     are gone, and after a job's good end torch's threads abort it now and then.
     """
     heartbeat_writer.end()

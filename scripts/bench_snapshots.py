@@ -35,10 +35,11 @@ import torch.distributed.checkpoint as dcp
 from elastic_mnist.ipc.environment import WorkerEnvironment
 from elastic_mnist.settings import Settings
 from elastic_mnist.telemetry import events
-from elastic_mnist.training.trainer import remaining_steps, set_learning_rate
+from elastic_mnist.worker.checkpointer import TieredCheckpointer
+from elastic_mnist.worker.context import WorkerContext
 from elastic_mnist.worker.malloc import tune_malloc
-from elastic_mnist.worker.run import agree_on_start
-from elastic_mnist.worker.setup import Job, build
+from elastic_mnist.worker.setup import build_trainer
+from elastic_mnist.worker.start import agree_on_start
 from elastic_mnist.worker.stop_requests import StopRequests
 
 if TYPE_CHECKING:
@@ -71,37 +72,37 @@ class Bench:
         # The agent would hold the memory; for the copy it is one whoever does.
         memory_path = f"/proc/{os.getpid()}/fd/{os.memfd_create('bench')}"
         tune_malloc()
-        self._job = Job(
-            settings, replace(WorkerEnvironment.from_environment(), memory_path=memory_path), StopRequests()
-        )
-        start = agree_on_start(self._job)
-        self.training, self._network = build(self._job, start, None)
+        env = replace(WorkerEnvironment.from_environment(), memory_path=memory_path)
+        context = WorkerContext(settings, env, StopRequests())
+        start = agree_on_start(context)
+        self.checkpointer = TieredCheckpointer(context, start)
+        self.trainer = build_trainer(context, start, None, self.checkpointer)
         self._directory = directory
         self._num_saved = 0
         group = dist.new_group(backend="gloo")  # the training's own collectives go on meanwhile
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._steps: Iterator[Step] = iter(())
-        self.rank = self._job.world.rank
+        self.rank = context.world.rank
 
     def step(self, *, keeps: bool) -> None:
         """Make a step as the trainer does."""
-        training = self.training
-        if training.position.samples_in_epoch == 0:
-            self._steps = iter(remaining_steps(training))
+        trainer = self.trainer
+        if trainer.position.samples_in_epoch == 0:
+            self._steps = iter(trainer.remaining_steps())
         step = next(self._steps)
-        set_learning_rate(training)
-        training.gradient(step, step_index=training.position.step)
-        training.optimizer.step()
-        training.position = training.position.after(step, training.num_samples)
+        trainer.begin_step()
+        trainer.gradient(step, step_index=trainer.position.step)
+        trainer.optimizer.step()
+        trainer.position = trainer.position.after(step, trainer.num_samples)
         if keeps:
-            training.keep(training)
-        training.finished_step(training.position.step)
+            self.checkpointer.save_to_memory(trainer)
+        self.checkpointer.record_step(trainer.position.step)
 
     def background(self) -> Callable[[], Any]:
         """Begin to write a durable snapshot; return what waits for it."""
-        self.training.save(self.training)
-        return lambda: self.training.settle(None)
+        self.trainer.save()
+        return self.checkpointer.flush
 
     def synchronous(self) -> Callable[[], Any]:
         """Write a snapshot as most scripts do, made safe by fsync and a rename."""
@@ -136,7 +137,7 @@ class Bench:
         dist.barrier()
 
     def _state(self) -> dict[str, Any]:
-        return {"model": self._network.state_dict(), "optimizer": self.training.optimizer.state_dict()}
+        return {"model": self.trainer.model.state_dict(), "optimizer": self.trainer.optimizer.state_dict()}
 
     def _next_path(self) -> Path:
         self._num_saved += 1
@@ -161,9 +162,9 @@ def measure_memory(bench: Bench, num_steps: int) -> None:
     for index in range(num_steps):
         for keeps in (False, True) if index % 2 else (True, False):
             measure(kept if keeps else plain, lambda keeps=keeps: bench.step(keeps=keeps))  # type: ignore[misc]
-        measure(copying, lambda: bench.training.keep(bench.training))
+        measure(copying, lambda: bench.checkpointer.save_to_memory(bench.trainer))
     if bench.rank == 0:
-        print(f"memory tier: {num_steps} pairs of steps of {bench.training.global_batch_size} samples")
+        print(f"memory tier: {num_steps} pairs of steps of {bench.trainer.global_batch_size} samples")
         print(f"  a step {statistics.median(plain.wall):.1f} ms, the copy alone {spread(copying.wall)} ms")
         low, median, high = statistics.quantiles(
             [one / step for one, step in zip(copying.wall, plain.wall, strict=True)], n=4

@@ -92,7 +92,7 @@ def plant(trainer: Any) -> None:  # noqa: ANN401 - a module whose functions are 
     )
     due = next(pending, None)
     if due is not None:
-        trainer.set_learning_rate = _before(trainer.set_learning_rate, *due, marks)
+        trainer.Trainer.begin_step = _before(trainer.Trainer.begin_step, *due, marks)
 
 
 def _before(begin: Callable[[Any], None], index: int, fault: Fault, marks: Marks) -> Callable[[Any], None]:

@@ -23,7 +23,7 @@ class AllReduceGradient:
     Args:
         problem: what is learned, by a model in DDP.
         all_reduce: adds up over ranks.
-        guard: the context of a collective, which turns what torch raises for a lost peer into `PeerLost`.
+        peer_errors: the context of a collective, which turns what torch raises for a lost peer into `PeerLost`.
         world_size: number of ranks.
         is_stopping: whether this process has been asked to stop.
     """
@@ -32,7 +32,7 @@ class AllReduceGradient:
         self,
         objective: Objective,
         all_reduce: AllReduce,
-        guard: Callable[[str], AbstractContextManager[None]],
+        peer_errors: Callable[[str], AbstractContextManager[None]],
         *,
         world_size: int,
         is_stopping: Callable[[], bool] = lambda: False,
@@ -41,7 +41,7 @@ class AllReduceGradient:
         self._wrapped = objective.model
         self._objective = objective
         self._all_reduce = all_reduce
-        self._guard = guard
+        self._peer_errors = peer_errors
         self._world_size = world_size
         self._is_stopping = is_stopping
 
@@ -57,7 +57,7 @@ class AllReduceGradient:
                 # The last one's backward pass waits for the peers. DDP divides by the world size; the gradient wanted
                 # is that of the mean over the step.
                 waits = is_last and self._world_size > 1
-                with self._guard("DDP's all-reduce") if waits else nullcontext():
+                with self._peer_errors("DDP's all-reduce") if waits else nullcontext():
                     (loss * (self._world_size / step.num_samples)).backward()
                     if waits and loss.is_cuda:
                         torch.cuda.synchronize(loss.device)

@@ -14,7 +14,7 @@ import torch
 from elastic_mnist import __version__
 
 
-def of(device: torch.device) -> dict[str, str]:
+def platform_fingerprint(device: torch.device) -> dict[str, str]:
     """Return the environment of a process that computes on `device`, one text a field."""
     return {
         "elastic_mnist": __version__,
@@ -42,6 +42,6 @@ def _processor() -> str:
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """Return what differs between two environments, one text a field."""
     return [f"{key} was {before.get(key)} and is now {now.get(key)}" for key in now if now[key] != before.get(key)]

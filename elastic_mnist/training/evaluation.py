@@ -1,9 +1,10 @@
 """Exact distributed evaluation: every test sample once, the same numbers at any world size.
 
-The unit is a chunk of the test set, of a fixed size. Ranks take runs of chunks, lanes take chunks; the
+The unit is a chunk of the test set, of a fixed size. Ranks take runs of chunks, threads take chunks; the
 chunk's loss is turned into fixed point before it is added, so that no order of additions matters.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +18,6 @@ from elastic_mnist.training.gradients import AllReduce, autocast
 from elastic_mnist.training.model import ConvNet, normalise
 from elastic_mnist.training.pool import MicroBatchPool
 from elastic_mnist.training.sampler import share
-from elastic_mnist.worker.heartbeat import heartbeat_writer
 
 _CHUNK_SAMPLES: Final = 64
 
@@ -42,6 +42,7 @@ def evaluate(
     all_reduce: AllReduce,
     rank: int,
     world_size: int,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Evaluate `model`. Every rank must call this, also one to which no sample falls.
 
@@ -55,13 +56,17 @@ def evaluate(
         all_reduce: adds up over ranks.
         rank: this rank.
         world_size: number of ranks.
+        on_progress: called by any thread for each chunk.
+
+    Raises:
+        TrainingError: the loss is not finite; at all ranks.
     """
     # Loss in fixed point, right answers, samples, chunks whose loss has no place in fixed point.
     sums = [[0, 0, 0, 0] for _ in range(pool.num_threads)]
     chunks = range(0, len(labels), _CHUNK_SAMPLES)
 
-    def compute(lane: int, start: int) -> None:
-        heartbeat_writer.progress()
+    def compute(thread: int, start: int) -> None:
+        on_progress()
         wanted = labels[start : start + _CHUNK_SAMPLES].to(device)
         with torch.inference_mode():
             inputs = normalise(images[start : start + _CHUNK_SAMPLES].to(device))
@@ -70,11 +75,11 @@ def evaluate(
             loss = nll_loss(outputs.float(), wanted, reduction="sum").item()
             fixed = loss_to_fixed(loss)
             if fixed is None:  # the weights are the same at all ranks, but not this chunk: told after the sum
-                sums[lane][3] += 1
+                sums[thread][3] += 1
                 return
-            sums[lane][0] += fixed
-            sums[lane][1] += int((outputs.argmax(dim=1) == wanted).sum())
-            sums[lane][2] += len(wanted)
+            sums[thread][0] += fixed
+            sums[thread][1] += int((outputs.argmax(dim=1) == wanted).sum())
+            sums[thread][2] += len(wanted)
 
     pool.run(compute, [chunks[index] for index in share(len(chunks), rank, world_size)])
     total = torch.tensor(sums, dtype=torch.int64).sum(dim=0).to(device)

@@ -2,7 +2,7 @@
 
 Floating-point addition is not associative: the sum of the micro-batches' gradients depends on the order of the
 additions, and that order on who computed what. Integer addition has no order. So each micro-batch's fp32 gradient
-is turned into fixed-point int64 and added there. Lanes may then add to one sum as they come, and ranks by gloo or by
+is turned into fixed-point int64 and added there. Threads may then add to one sum as they come, and ranks by gloo or by
 NCCL: it is always the same sum, down to the last bit.
 
 The scale, a power of two

@@ -1,4 +1,4 @@
-"""The mean gradient of a step, the same bits however its micro-batches are divided over lanes and ranks.
+"""The mean gradient of a step, the same bits however its micro-batches are divided over threads and ranks.
 
 A micro-batch is the unit: its shape, its random numbers and its kernels do not depend on who computes it or beside
 what. Its gradient goes into a fixed-point sum (`fixed_point`), and one integer all-reduce adds up over the ranks.
@@ -25,12 +25,11 @@ from elastic_mnist.training.fixed_point import (
 from elastic_mnist.training.model import normalise
 from elastic_mnist.training.pool import MicroBatchPool
 from elastic_mnist.training.sampler import MicroBatch, Step
-from elastic_mnist.worker.heartbeat import heartbeat_writer
 
 _NUM_EXTRAS: Final = 3  # integers that travel behind the gradient: loss, bad micro-batches, ranks that are to stop
 
 _ADDED_AT_ONCE: Final = 4
-"""Gradients that a lane keeps, 4.8 MB each, to add them in one pass."""
+"""Gradients that a thread keeps, 4.8 MB each, to add them in one pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +78,11 @@ class Objective:
     seed: int
     device: torch.device
     precision: str  # "fp32" or "bf16"
+    on_progress: Callable[[], None] = lambda: None  # called by any thread for each micro-batch
 
     def loss(self, micro_batch: MicroBatch, *, epoch: int, step_index: int) -> Tensor:
         """Return the sum of the micro-batch's losses, a scalar with its graph."""
-        heartbeat_writer.progress()
+        self.on_progress()
         generator = torch.Generator(self.device)
         generator.manual_seed(micro_batch_seed(self.seed, epoch, step_index, micro_batch.index))
         inputs = normalise(self.images[micro_batch.samples].to(self.device))
@@ -101,8 +101,8 @@ def micro_batch_seed(seed: int, epoch: int, step_index: int, micro_batch: int) -
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
     """Return the context of a forward pass.
 
-    The cast weights are not cached: torch keeps that cache for all threads together, and a lane must not use another
-    lane's graph.
+    The cast weights are not cached: torch keeps that cache for all threads together, and a thread must not use another
+    thread's graph.
     """
     if precision == "bf16":
         return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
@@ -110,7 +110,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
 
 
 class ExactGradient:
-    """The fixed-point sum of all micro-batches' gradients, over lanes and ranks.
+    """The fixed-point sum of all micro-batches' gradients, over threads and ranks.
 
     Args:
         problem: what is learned; the `.grad` of its model is filled.
@@ -155,18 +155,18 @@ class ExactGradient:
         losses: list[int] = []  # of the micro-batches that are fit to be used
         waiting: list[list[tuple[int, tuple[Tensor, ...]]]] = [[] for _ in range(self._pool.num_threads)]
 
-        def compute(lane: int, micro_batch: MicroBatch) -> None:
+        def compute(thread: int, micro_batch: MicroBatch) -> None:
             loss = self._objective.loss(micro_batch, epoch=step.epoch, step_index=step_index)
             fixed = loss_to_fixed(loss.item())
             if fixed is not None:
-                waiting[lane].append((fixed, torch.autograd.grad(loss, self._parameters, self._scale)))
-            if len(waiting[lane]) == _ADDED_AT_ONCE:
-                add(lane)
+                waiting[thread].append((fixed, torch.autograd.grad(loss, self._parameters, self._scale)))
+            if len(waiting[thread]) == _ADDED_AT_ONCE:
+                add(thread)
 
-        def add(lane: int) -> None:
-            are_fit = self._sum.add_all([gradient for _, gradient in waiting[lane]])
-            losses.extend(fixed for (fixed, _), is_fit in zip(waiting[lane], are_fit, strict=True) if is_fit)
-            waiting[lane].clear()
+        def add(thread: int) -> None:
+            are_fit = self._sum.add_all([gradient for _, gradient in waiting[thread]])
+            losses.extend(fixed for (fixed, _), is_fit in zip(waiting[thread], are_fit, strict=True) if is_fit)
+            waiting[thread].clear()
 
         self._pool.run(compute, step.micro_batches, finish=add)
         values = self._sum.total  # zeros, where nothing was added
@@ -176,7 +176,7 @@ class ExactGradient:
         self._all_reduce(self._message)
         factor, num_parts = 2.0**-self._exponent / step.num_samples, self._pool.num_threads
         self._pool.run(
-            lambda _lane, part: to_float(part[0], factor, part[1]),
+            lambda _thread, part: to_float(part[0], factor, part[1]),
             zip(values.chunk(num_parts), self._gradient.chunk(num_parts), strict=True),
         )
         loss_sum, num_bad, num_stopping = self._extras.tolist()

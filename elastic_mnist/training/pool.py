@@ -4,21 +4,24 @@ The bits of a micro-batch depend on how many intra-op threads compute it: a conv
 adds in another order. So a micro-batch always gets exactly one, and a process uses its cores by
 running several micro-batches beside each other. torch releases the interpreter lock in its kernels.
 
-Invariant: which lane computes an item changes no bit of the item's result.
+Invariant: which thread computes an item changes no bit of the item's result.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
 Item = TypeVar("Item")
 
+THREAD_NAME: Final = "micro-batch"
+"""The names of the pool's threads begin with it."""
+
 
 class MicroBatchPool:
-    """A fixed number of lanes; with one, everything runs in the calling thread.
+    """A fixed number of threads; with one, everything runs in the calling thread.
 
     Construct it in the thread that trains: the number of intra-op threads of that thread becomes 1 too,
     so that the optimizer's kernels are as fixed as the gradients'.
@@ -28,7 +31,9 @@ class MicroBatchPool:
         self.num_threads = num_threads
         torch.set_num_threads(1)
         self._pool = (
-            ThreadPoolExecutor(num_threads, thread_name_prefix="lane", initializer=torch.set_num_threads, initargs=(1,))
+            ThreadPoolExecutor(
+                num_threads, thread_name_prefix=THREAD_NAME, initializer=torch.set_num_threads, initargs=(1,)
+            )
             if num_threads > 1
             else None
         )
@@ -38,12 +43,12 @@ class MicroBatchPool:
         work: Callable[[int, Item], object],
         items: Iterable[Item],
         *,
-        finish: Callable[[int], object] = lambda _lane: None,
+        finish: Callable[[int], object] = lambda _thread: None,
     ) -> None:
-        """Call `work(lane, item)` for each item, `finish(lane)` for each lane at its end, and wait for all of them.
+        """Call `work(thread, item)` for each item, then `finish(thread)` for each thread, and wait for all of them.
 
-        A lane takes the next item when it is free. Work of one lane never overlaps in time, so buffers
-        belong to a lane. The first exception is raised here, once all lanes have ended; the lane of an exception
+        A thread takes the next item when it is free. Work of one thread never overlaps in time, so buffers
+        belong to a thread. The first exception is raised here, once all threads have ended; the thread of an exception
         is not finished.
         """
         if self._pool is None:
@@ -53,12 +58,12 @@ class MicroBatchPool:
             return
         waiting = deque(items)
 
-        def work_on(lane: int) -> None:
+        def work_on(thread: int) -> None:
             for item in _taken_from(waiting):
-                work(lane, item)
-            finish(lane)
+                work(thread, item)
+            finish(thread)
 
-        futures = [self._pool.submit(work_on, lane) for lane in range(self.num_threads)]
+        futures = [self._pool.submit(work_on, thread) for thread in range(self.num_threads)]
         wait(futures)
         for future in futures:
             future.result()

@@ -165,13 +165,13 @@ class HeartbeatWriter:
         )
 
     def _end(self, phase: str, seconds: float) -> None:
-        """Tell where the thread that trains and its lanes stand, and end the process."""
+        """Tell where the thread that trains and those of its pool stand, and end the process."""
         try:
             frames = sys._current_frames()  # noqa: SLF001 - the documented way to other threads' stacks
             stacks = [
                 f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
                 for thread in threading.enumerate()
-                if thread.ident in frames and (thread.ident == self._trainer or thread.name.startswith("lane"))
+                if thread.ident in frames and (thread.ident == self._trainer or thread.name.startswith("micro-batch"))
             ]
             reason = f"no progress for {seconds:.0f} s while {phase}"
             hint = "; raise --hang_timeout if a micro-batch takes that long" if phase == COMPUTING else ""

@@ -4,7 +4,7 @@ Invariant: the ranks of one generation meet in a namespace of the store that no 
 Workers of torchrun share the agent's store over restarts, and what they read of a dead generation are
 addresses where nobody listens.
 
-Every collective goes through `World` or under its `guard`, and raises `PeerLost` when a rank is gone.
+Every collective goes through `World` or under its `peer_errors`, and raises `PeerLost` when a rank is gone.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from elastic_mnist.worker.rendezvous_store import assign_rank, open_store
 
 _T = TypeVar("_T")
 
-_BACKSTOP: Final = timedelta(days=1)
+COLLECTIVE_TIMEOUT: Final = timedelta(days=1)
 """A collective waits for a slow peer for as long as it lives; whether it does is for `PeerWatch` to tell."""
 
 
@@ -51,18 +51,20 @@ class World:
         self.size = place.world_size
         self.device = device
         self._timeout = timedelta(seconds=meeting_timeout)
-        with guard("meeting"):
+        with peer_errors("meeting"):
             self._store, self._key = open_store(place, self._timeout)
             self.rank = assign_rank(self._store, place)
             if self.size > 1:  # first, because a peer may be lost while they connect to each other
                 PeerWatch(place, self.rank, timeout=timeout, key=self._key)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=_BACKSTOP)
+            dist.init_process_group(
+                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=COLLECTIVE_TIMEOUT
+            )
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add `tensor` up over all ranks, in place."""
         if self.size > 1:
-            with guard("all-reduce"):
+            with peer_errors("all-reduce"):
                 dist.all_reduce(tensor)
                 if tensor.is_cuda:  # NCCL returns at once; it is here that one waits, and here that a loss is noticed
                     torch.cuda.synchronize(tensor.device)
@@ -72,7 +74,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with guard("gather"):
+        with peer_errors("gather"):
             dist.gather_object(value, values)
         return values or []
 
@@ -83,7 +85,7 @@ class World:
         """
         if self.size > 1:
             values: list[Any] = [value]
-            with guard("broadcast"):
+            with peer_errors("broadcast"):
                 dist.broadcast_object_list(values, src=source, device=torch.device("cpu"))
             (value,) = values
         return cast("_T", value)
@@ -103,19 +105,19 @@ class World:
             raise PeerLost(f"broadcast: the {len(received):,} bytes that arrived are not those that rank {source} sent")
         return received
 
-    def part(self) -> None:
+    def exit_barrier(self) -> None:
         """Wait for rank 0, which may still be writing, however long that takes; and rank 0 for all others to know."""
         if self.size == 1:
             return
-        with guard("parting"), heartbeat_writer.phase(EXIT_BARRIER):
+        with peer_errors("exit barrier"), heartbeat_writer.phase(EXIT_BARRIER):
             dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0)  # a rank 0 that is gone is noticed at once
-            self._store.set(f"parted/{self.rank}", "")
+            self._store.set(f"exited/{self.rank}", "")
             for rank in range(1, self.size) if self.rank == 0 else ():  # it may be the one that serves the store
-                self._store.get(f"parted/{rank}")
+                self._store.get(f"exited/{rank}")
 
     def wrap(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
         """Wrap `model` in DDP, which gives all ranks rank 0's parameters."""
-        with guard("broadcast of the initial weights"):
+        with peer_errors("broadcast of the initial weights"):
             ids = [self.device] if self.device.type == "cuda" else None
             return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
@@ -141,7 +143,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def guard(what: str) -> Iterator[None]:
+def peer_errors(what: str) -> Iterator[None]:
     """Wait for peers: say so meanwhile, and turn what torch raises when one of them is gone into `PeerLost`."""
     try:
         with heartbeat_writer.phase(WAITING):

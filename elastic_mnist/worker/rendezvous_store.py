@@ -22,7 +22,7 @@ def open_store(place: environment.WorkerEnvironment, timeout: timedelta) -> tupl
     if place.endpoint is None:
         return dist.HashStore(), ""
     store = connect(place, timeout)
-    key = place.generation_key or agree_on_key(store, place.rank, place.world_size, timeout)
+    key = place.generation_key or generation_handshake(store, place.rank, place.world_size, timeout)
     return dist.PrefixStore(f"elastic_mnist/{key}", store), key
 
 
@@ -40,7 +40,7 @@ def connect(place: environment.WorkerEnvironment, timeout: timedelta, *, may_ser
     )
 
 
-def agree_on_key(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+def generation_handshake(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Agree on a name for this generation, in a store that may still hold the words of dead ones.
 
     Each rank says hello with a fresh id. Rank 0 puts the ids it sees on a roster; a rank answers only to a

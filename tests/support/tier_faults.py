@@ -83,17 +83,17 @@ class _InHalves(io.FileIO):
 
 
 def _plant_trainer(module: Any) -> None:  # noqa: ANN401 - a module whose functions are replaced
-    set_learning_rate, finish_epoch = module.set_learning_rate, module.finish_epoch
+    begin_step, finish_epoch = module.Trainer.begin_step, module.Trainer.finish_epoch
 
-    def at_step(training: Any) -> None:  # noqa: ANN401 - the trainer's own type, not imported here
-        _meet("step", training.position.step)
-        set_learning_rate(training)
+    def at_step(trainer: Any) -> None:  # noqa: ANN401 - the trainer's own type, not imported here
+        _meet("step", trainer.position.step)
+        begin_step(trainer)
 
-    def at_evaluation(training: Any, meter: Any) -> None:  # noqa: ANN401
-        _meet("evaluation", training.position.step)
-        finish_epoch(training, meter)
+    def at_evaluation(trainer: Any) -> None:  # noqa: ANN401
+        _meet("evaluation", trainer.position.step)
+        finish_epoch(trainer)
 
-    module.set_learning_rate, module.finish_epoch = at_step, at_evaluation
+    module.Trainer.begin_step, module.Trainer.finish_epoch = at_step, at_evaluation
 
 
 def _plant_memory(module: Any) -> None:  # noqa: ANN401

@@ -41,18 +41,18 @@ def _fire(kind: str) -> None:
 def _plant(module: Any) -> None:  # noqa: ANN401 - a module whose functions are replaced
     kind, rank, step, generation, file = os.environ["ELASTIC_MNIST_TEST_FAULT"].split(maxsplit=4)
     is_again = "ELASTIC_MNIST_TEST_FAULT_AGAIN" in os.environ
-    original = module.set_learning_rate
+    original = module.Trainer.begin_step
 
-    def set_learning_rate(training: Any) -> None:  # noqa: ANN401 - the trainer's own type, not imported here
+    def begin_step(trainer: Any) -> None:  # noqa: ANN401 - the trainer's own type, not imported here
         from elastic_mnist.telemetry import events  # noqa: PLC0415
 
-        here = (os.environ.get("RANK", "0"), str(training.position.step), str(events._identity.keys["generation"]))
+        here = (os.environ.get("RANK", "0"), str(trainer.position.step), str(events._identity.keys["generation"]))
         if here[:2] == (rank, step) and (here[2] == generation or is_again) and (is_again or not Path(file).exists()):
             Path(file).write_text(" ".join(here))
             _fire(kind)
-        original(training)
+        original(trainer)
 
-    module.set_learning_rate = set_learning_rate
+    module.Trainer.begin_step = begin_step
     _spoil()
 
 

@@ -24,7 +24,7 @@ from elastic_mnist.training.allreduce import AllReduceGradient
 from elastic_mnist.training.gradients import StepResult
 from elastic_mnist.training.model import ConvNet, build
 from elastic_mnist.training.sampler import Step
-from elastic_mnist.worker.process_group import guard
+from elastic_mnist.worker.process_group import peer_errors
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -46,7 +46,9 @@ def all_reduced(step: Step, model: ConvNet | None = None) -> tuple[StepResult, C
     """Make one step's gradient by DDP in this process's group, without dropout."""
     model = without_dropout(model or build(SEED))
     wrapped = nn.parallel.DistributedDataParallel(model)
-    gradient = AllReduceGradient(replace(objective(model), model=wrapped), all_reduce_in_group, guard, world_size=1)
+    gradient = AllReduceGradient(
+        replace(objective(model), model=wrapped), all_reduce_in_group, peer_errors, world_size=1
+    )
     return gradient(step, step_index=3), model
 
 

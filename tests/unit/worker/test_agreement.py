@@ -17,10 +17,10 @@ from elastic_mnist.settings import Settings
 from elastic_mnist.snapshots.durable import DurableTier
 from elastic_mnist.snapshots.resume import Start, check_same_settings
 from elastic_mnist.snapshots.run_config import requested
-from elastic_mnist.worker.run import agree_on_start
+from elastic_mnist.worker.start import agree_on_start
 
 if TYPE_CHECKING:
-    from elastic_mnist.worker.setup import Job
+    from elastic_mnist.worker.context import WorkerContext
 
 
 def fresh(_place: Place) -> None:
@@ -70,18 +70,18 @@ def agreed(place: Place, *settings: Settings, devices: tuple[str, str] = ("cpu",
     world, starts = PickledMessages(), []
     for rank in (0, 1):
         world.rank = rank
-        job = SimpleNamespace(
+        context = SimpleNamespace(
             settings=settings[rank],
             dataset_facts=DATASET,
             device=torch.device(devices[rank]),
             world=world,
-            place=environment.WorkerEnvironment(rank=rank, local_rank=rank, world_size=2, local_world_size=2),
+            env=environment.WorkerEnvironment(rank=rank, local_rank=rank, world_size=2, local_world_size=2),
             storage=place.storage,
             tier=DurableTier(place.storage),
-            mark_path=place.progress_path,
+            progress_path=place.progress_path,
         )
         try:
-            starts.append(agree_on_start(cast("Job", job)))
+            starts.append(agree_on_start(cast("WorkerContext", context)))
         except AlreadyReported:
             assert rank == 0
     return starts

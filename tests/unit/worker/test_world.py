@@ -137,7 +137,7 @@ def hosted(store: dist.TCPStore) -> dict[str, Any]:
 def agree(place: WorkerEnvironment, _say: Say) -> str:
     """Agree on a generation's key, and on nothing else."""
     timeout = timedelta(seconds=TIMEOUT)
-    return rendezvous_store.agree_on_key(
+    return rendezvous_store.generation_handshake(
         rendezvous_store.connect(place, timeout), place.rank, place.world_size, timeout
     )
 
