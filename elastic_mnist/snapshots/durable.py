@@ -1,13 +1,14 @@
 """The durable tier: `step-00000590.pt`, and its manifest `step-00000590.json`.
 
-Invariant: the manifest is the commit. It is written last, after the data is safe, and holds the data's
-size and SHA-256, and its own. What has no valid manifest does not exist; what does not match its manifest
-is never loaded, but set aside and named.
+Invariant: the manifest is the commit. It is written last, after the data is safe, and holds the size and SHA-256 of the
+data, and its own SHA-256. What has no valid manifest does not exist; what does not match its manifest is never loaded,
+but set aside and logged.
 
-Where another state of the same step is committed already, as when a job was stopped before it could evaluate an epoch,
-the manifest goes first and is true of either one: at no moment is there none.
+Where another state of the same step is committed already, as after a stop between an epoch's last step and its
+evaluation, the manifest is written first and describes both states: at no moment is there none. The names of the files
+are fixed, and no store replaces two objects at once, so one object must be true before and after the other changes.
 
-Global rank 0 alone writes, and decides what to believe; see `resume` for how the others agree.
+Global rank 0 alone writes, and decides which snapshot to load; see `resume` for how the others agree.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from elastic_mnist.errors import SnapshotError, StoreConflict, StoreError, TrainingError
-from elastic_mnist.snapshots.manifest import DATA_NAME, MANIFEST_NAME, Manifest, data_name, is_same
+from elastic_mnist.snapshots.manifest import DATA_NAME, MANIFEST_NAME, Manifest, data_name
 from elastic_mnist.snapshots.run_config import fingerprint
 from elastic_mnist.snapshots.state import State, pack, position_of, unpack
 from elastic_mnist.snapshots.storage import Storage
@@ -30,13 +31,13 @@ _NUM_ATTEMPTS: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A snapshot that has been read and found whole.
+    """A snapshot that was read and is whole.
 
     Attributes:
         path: where it is.
         data: its bytes.
         state: what they hold.
-        manifest: what is known of it; None for a copy of the file alone.
+        manifest: None for a copy of the data file alone.
         num_damaged_newer: snapshots at the same place that are newer, and damaged.
     """
 
@@ -53,7 +54,7 @@ class DurableTier:
     Args:
         storage: the place.
         keep_last: number of snapshots that retention leaves; None for all.
-        read_only: whether the place is another run's, where damaged snapshots are told but left as they are.
+        read_only: whether the place is another run's, where damaged snapshots are logged and left as they are.
     """
 
     def __init__(self, storage: Storage, *, keep_last: int | None = 1, read_only: bool = False) -> None:
@@ -63,15 +64,15 @@ class DurableTier:
         self.num_rejected = 0
 
     def save(self, data: bytes, manifest: Manifest, check_lease: Callable[[], None] = lambda: None) -> None:
-        """Commit a snapshot, read it back, then remove the oldest ones beyond `keep_last`.
+        """Commit a snapshot, then remove the oldest ones beyond `keep_last`.
 
         Args:
-            data: the bytes that the manifest is of.
-            manifest: commits them.
+            data: the bytes of the snapshot.
+            manifest: of these bytes.
             check_lease: raises where this process may no longer write here; called before each write.
 
         Raises:
-            StoreError: it could not be written, or does not read back; what was there before still is.
+            StoreError: it could not be written, or does not read back; what was there before is unchanged.
             Exception: what `check_lease` raises.
         """
         began = time.monotonic()
@@ -81,7 +82,7 @@ class DurableTier:
         if there is None:
             self._put(manifest.data_name, data, check_lease)
             self._put(manifest.name, manifest.to_json(), check_lease)
-        elif not is_same(there, manifest):
+        elif not manifest.is_of_same_state(there):
             self._put(manifest.name, replace(manifest, replaces=there).to_json(), check_lease)
             self._put(manifest.data_name, data, check_lease)
         log.info(
@@ -123,9 +124,9 @@ class DurableTier:
         self.save(data, manifest, check_lease)
 
     def _committed(self, manifest_name: str) -> Manifest | None:
-        """Return what is known of the snapshot that is committed under a name; None where there is none.
+        """Return the manifest of the snapshot that is committed under a name; None where there is none.
 
-        One that is not to be believed is taken out of the way.
+        One that is damaged is set aside.
         """
         try:
             return self.load(Manifest.from_json(self._storage.get(manifest_name), manifest_name)).manifest
@@ -136,10 +137,10 @@ class DurableTier:
             return None
 
     def _put(self, name: str, data: bytes, check_lease: Callable[[], None]) -> None:
-        """Write what nobody has written meanwhile, and believe it once it reads back: retention relies on it.
+        """Write an object that no other has written meanwhile, and read it back where that proves anything.
 
-        Whoever had a claim here and lost it can still be about to write. It has seen the object before ours, or none,
-        and fails; if it was faster, we fail, and see that the claim is ours.
+        A generation that has lost the lease may still be about to write. It has seen an older object, or none, and
+        fails; if it was faster, this one fails, checks its lease and writes again.
         """
         for attempt in range(_NUM_ATTEMPTS):
             etag = self._storage.etag(name)
@@ -150,15 +151,17 @@ class DurableTier:
             except StoreConflict:
                 if attempt == _NUM_ATTEMPTS - 1:
                     raise
-        try:
-            is_whole = self._storage.get(name) == data
-        except FileNotFoundError:
-            is_whole = False
-        if not is_whole:
+        if self._storage.can_read_back and not self._reads_back(name, data):
             raise StoreError(f"{self._storage.path(name)}: does not read back as it was written; check the store")
 
+    def _reads_back(self, name: str, data: bytes) -> bool:
+        try:
+            return self._storage.get(name) == data
+        except FileNotFoundError:
+            return False
+
     def manifests(self, is_stale: Callable[[Manifest], bool] = lambda _: False) -> list[Manifest]:
-        """Return the valid manifests, the largest step first; invalid ones, and late ones, are told and set aside."""
+        """Return the valid manifests, the largest step first; invalid and stale ones are logged and set aside."""
         found = []
         for name in self._storage.names():
             if MANIFEST_NAME.fullmatch(name):
@@ -180,7 +183,7 @@ class DurableTier:
 
         Raises:
             SnapshotError: it is damaged.
-            StoreError: it cannot be had, or not be read here, whole as it is.
+            StoreError: there is no access to it, or it is whole and cannot be read here.
         """
         path = self._storage.path(manifest.data_name)
         try:
@@ -199,21 +202,18 @@ class DurableTier:
     def newest_valid(
         self, *, after: int = -1, is_stale: Callable[[Manifest], bool] = lambda _: False
     ) -> Snapshot | None:
-        """Return the newest snapshot of a step beyond `after` that is whole; damaged newer ones are set aside.
-
-        So are those that are late: written by a generation that was over before it knew.
-        """
+        """Return the newest whole snapshot of a step beyond `after`; damaged and stale newer ones are set aside."""
         for manifest in self.manifests(is_stale):
             if manifest.step <= after:
                 break
             try:
-                return self._load_as_it_is(manifest)
+                return self._load_current(manifest)
             except SnapshotError as error:
                 self._reject(manifest.name, str(error))
         return None
 
-    def _load_as_it_is(self, manifest: Manifest) -> Snapshot:
-        """Load a snapshot; where that fails because it was replaced meanwhile, load what is there now."""
+    def _load_current(self, manifest: Manifest) -> Snapshot:
+        """Load a snapshot; where that fails because it was replaced meanwhile, load the one that replaces it."""
         try:
             return self.load(manifest)
         except SnapshotError:
@@ -223,11 +223,11 @@ class DurableTier:
                 current = manifest
             if current == manifest:
                 raise
-        return self._load_as_it_is(current)
+        return self._load_current(current)
 
     @property
     def location(self) -> str:
-        """The place, as people know it."""
+        """The directory or URL."""
         return self._storage.location
 
     def names(self) -> list[str]:
@@ -239,9 +239,9 @@ class DurableTier:
         return self._storage.path(data_name(step))
 
     def _reject(self, manifest_name: str, reason: str) -> None:
-        """Tell of a snapshot that is not to be believed, and take it out of the way.
+        """Log that a snapshot is damaged or stale, and set it aside.
 
-        The manifest goes first: without it the snapshot does not exist.
+        The manifest is renamed first: without it the snapshot does not exist.
         """
         self.num_rejected += 1
         data_name = manifest_name.replace(".json", ".pt")
@@ -250,14 +250,13 @@ class DurableTier:
             try:
                 self._storage.rename(name, name + _ASIDE)
             except (FileNotFoundError, StoreError):
-                continue  # a read-only store is no reason not to take the snapshot before
+                continue  # a store that allows no renames is no reason not to load the snapshot before
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
-        """Remove the snapshots beyond `keep_last`, and data that never got its manifest.
+        """Remove the snapshots beyond `keep_last`, and data without a manifest.
 
-        What lies beyond the step just saved was found damaged and could not be set aside: it counts for nothing
-        here, or it would push out what is whole. So does a manifest without data: a generation that was over before it
-        knew may have left one.
+        Snapshots beyond the step just saved do not count: they were found damaged and could not be set aside. Nor does
+        a manifest without data, which a generation that has lost the lease may leave.
         """
         names = self._storage.names()
         manifests, data = (
@@ -274,7 +273,7 @@ class DurableTier:
 
 
 def _manifest_of(data: bytes, manifest: Manifest) -> Manifest:
-    """Return the manifest that some data is of: the one beside it, or the one that this replaces."""
+    """Return the manifest that describes some data: the one beside it, or the one that this replaces."""
     digest = hashlib.sha256(data).hexdigest()
     for known in filter(None, (manifest, manifest.replaces)):
         if (len(data), digest) == (known.size_bytes, known.sha256):

@@ -1,4 +1,7 @@
-"""The manifest of a durable snapshot: what is known of it without opening it."""
+"""The manifest of a durable snapshot.
+
+Invariant: no changed byte of it goes unnoticed; it is read only as it was written.
+"""
 
 import hashlib
 import json
@@ -12,23 +15,22 @@ from elastic_mnist.training.sampler import Position
 
 MANIFEST_NAME: Final = re.compile(r"step-(\d{8,})\.json")
 
-
 DATA_NAME: Final = re.compile(r"step-(\d{8,})\.pt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What is known of a snapshot without opening it.
+    """The facts of a snapshot that are known without opening its data.
 
     Attributes:
         step, epoch, samples_in_epoch: what is finished; see `Position`.
         size_bytes, sha256: of the data file.
-        weights_sha256: of the model's weights, as the event `run.finished` gives it.
-        settings_fingerprint: of the settings that the result hangs on.
-        run_id, generation: who wrote it.
+        weights_sha256: of the model's weights, as in the event `run.finished`.
+        settings_fingerprint: of the settings that the result depends on.
+        run_id, generation: that wrote it.
         created_at: seconds since the epoch of UTC.
         test_accuracy: of the last evaluation before it; None before the first.
-        replaces: the one that was committed under the same name before; its data may be there still.
+        replaces: the one that was committed under the same name before; its data may still be there.
     """
 
     step: int
@@ -59,6 +61,10 @@ class Manifest:
         """The name of the manifest itself."""
         return f"step-{self.step:08d}.json"
 
+    def is_of_same_state(self, other: "Manifest") -> bool:
+        """Whether this generation has written one state twice, since the answer to its first try was lost."""
+        return self == replace(other, size_bytes=self.size_bytes, sha256=self.sha256, created_at=self.created_at)
+
     def to_json(self) -> bytes:
         """Serialise, with a digest of the content in `manifest_sha256`."""
         content = self._to_plain()
@@ -88,13 +94,6 @@ class Manifest:
         else:
             del content["replaces"]["replaces"]
         return content
-
-
-def is_same(there: Manifest, manifest: Manifest) -> bool:
-    """Whether two manifests are of one state, which this generation has written twice: its first try was not lost."""
-    return replace(there, size_bytes=manifest.size_bytes, sha256=manifest.sha256, created_at=manifest.created_at) == (
-        manifest
-    )
 
 
 def _digest_of(content: dict[str, Any]) -> str:

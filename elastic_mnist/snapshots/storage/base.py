@@ -38,6 +38,11 @@ class Storage(ABC):
         """Whether what is written here is there when this process is not."""
         return True
 
+    @property
+    def can_read_back(self) -> bool:
+        """Whether reading an object proves what is kept; false where this machine's own cache would answer."""
+        return True
+
     @abstractmethod
     def create(self) -> None:
         """Make the place if it is missing, and remove what interrupted writes have left."""

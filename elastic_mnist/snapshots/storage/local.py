@@ -44,6 +44,11 @@ class LocalStorage(Storage):
         """True until the file system has shown that it has no locks."""
         return self._has_locks
 
+    @property
+    def can_read_back(self) -> bool:
+        """False: the page cache would answer. What is synced without an error is believed."""
+        return False
+
     def create(self) -> None:
         """Make the directory, and remove the temporary files of interrupted writes."""
         with self._access("create it"):
