@@ -7,6 +7,8 @@ import pytest
 
 from elastic_mnist import data
 
+pytest_plugins = ["place_fixtures"]
+
 
 @pytest.fixture(scope="session")
 def mnist_dir() -> Path:

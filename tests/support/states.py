@@ -19,6 +19,9 @@ DATASET = {"name": "mnist", "num_samples": 100, "sha256": "5d" * 32}
 RUN_ID = "0123456789ab"
 STEPS_PER_EPOCH = 13
 
+DATA_5, MANIFEST_5 = "step-00000005.pt", "step-00000005.json"
+DATA_9, MANIFEST_9 = "step-00000009.pt", "step-00000009.json"
+
 
 def small_state(step: int = 5, *, settings: Settings | None = None, **changes: object) -> State:
     """Return a state with every field, at a step of epochs of 13 steps of 8 samples, the last of 4."""
@@ -83,6 +86,25 @@ def commit(storage: Storage, step: int, *, keep_last: int = 100, state: State | 
     manifest = manifest_of(state, data)
     DurableTier(storage, keep_last=keep_last).save(data, manifest)
     return manifest
+
+
+def newest_step(storage: Storage) -> int | None:
+    """Return the step of the newest valid snapshot, after a check of its bytes."""
+    newest = DurableTier(storage).newest_valid()
+    if newest is None:
+        return None
+    assert newest.manifest is not None
+    assert newest.data == pack(small_state(newest.manifest.step))
+    return newest.manifest.step
+
+
+STATE_13 = small_state(13)
+EVALUATED_13 = small_state(13, progress={"loss": 0.5, "num_steps": 13, "test_accuracy": 0.9})
+
+
+def manifest_13(state: State) -> Manifest:
+    """Return the manifest of one of the states of step 13."""
+    return manifest_of(state, pack(state), test_accuracy=state["progress"].get("test_accuracy"))
 
 
 class Killed(BaseException):

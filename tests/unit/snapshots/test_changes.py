@@ -30,18 +30,6 @@ ORDER = ("seed", "dataset", "train_samples", "data_sha256")  # what the order of
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    """A place where nothing is yet."""
-    return Place(tmp_path)
-
-
-@pytest.fixture
-def at_step_5(tmp_path: Path) -> Place:
-    """A place with a run's record and its snapshot of step 5, in the middle of epoch 0."""
-    return Place.at_step_5(tmp_path)
-
-
-@pytest.fixture
 def at_step_13(tmp_path: Path) -> Place:
     """A place with a run's record and its snapshot of step 13, at the end of epoch 0."""
     return Place.at_step(tmp_path, 13)

@@ -1,24 +1,11 @@
 """How many steps a killed generation made that the next one must make again."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from places import Place
 
 from elastic_mnist.snapshots.progress import ProgressFile
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    """A place where nothing is yet."""
-    return Place(tmp_path)
-
-
-@pytest.fixture
-def at_step_5(tmp_path: Path) -> Place:
-    """A place with a run's record and its snapshot of step 5, in epoch 0."""
-    return Place.at_step_5(tmp_path)
 
 
 def test_lost_steps_are_those_between_snapshot_and_mark(at_step_5: Place) -> None:

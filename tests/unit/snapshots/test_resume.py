@@ -18,18 +18,6 @@ from elastic_mnist.snapshots.resume_sources import Candidate
 from elastic_mnist.snapshots.state import pack, position_of
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    """A place where nothing is yet."""
-    return Place(tmp_path)
-
-
-@pytest.fixture
-def at_step_5(tmp_path: Path) -> Place:
-    """A place with a run's record and its snapshot of step 5, in epoch 0."""
-    return Place.at_step_5(tmp_path)
-
-
 def test_an_empty_place_gives_a_fresh_start(place: Place) -> None:
     """Nothing recorded, no snapshot: a new run, from nothing."""
     start = place.decide()
