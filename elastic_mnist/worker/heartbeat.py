@@ -1,4 +1,4 @@
-"""The signs of life that a worker writes; see `ipc.heartbeat` for their format."""
+"""The heartbeats that a worker writes; see `ipc.heartbeat` for their format."""
 
 import contextlib
 import faulthandler
@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -29,19 +28,24 @@ from elastic_mnist.ipc.heartbeat import (
     WAITING,
     HeartbeatRecord,
 )
-from elastic_mnist.ipc.timers import StallTimer
+from elastic_mnist.ipc.timers import PeriodicThread, StallTimer
 
 _BEAT_SECONDS: Final = 0.2
 
-
-_WHILE_STORES_MAY_BE_SLOW: Final = 1800.0
-"""Seconds that whatever is no computing may take: a data set to fetch, a network's file system that comes back."""
+_NOT_COMPUTING_SECONDS: Final = 1800.0
+"""A phase other than computing may take this long: a data set is fetched, a network's file system comes back."""
 
 
 class HeartbeatWriter:
-    """The signs of life of this process.
+    """Writes this process's heartbeats, and ends the process where it hangs.
 
-    Its attributes are set by whoever knows them. Before `start` all of it has no effect.
+    Before `start`, nothing of it has an effect.
+
+    Attributes:
+        step: number of steps finished; -1 before the first position is known.
+        rank, world_size, generation, run_id: identify the worker, once they are known.
+        checks: called with each heartbeat; none of them may wait for anything.
+        log_hang: is given reason and stacks before a process that hangs is ended.
     """
 
     def __init__(self) -> None:
@@ -51,8 +55,7 @@ class HeartbeatWriter:
         self.generation = -1
         self.run_id = ""
         self.checks: list[Callable[[], None]] = []
-        """Called with each beat; none of them may wait for anything."""
-        self.tell: Callable[[str, str], None] = lambda _reason, _stack: None
+        self.log_hang: Callable[[str, str], None] = lambda _reason, _stack: None
         self._hang_timeout = float("inf")
         self._trainer = 0
         self._pid = self._pid_started = 0
@@ -62,14 +65,14 @@ class HeartbeatWriter:
         self._phase = SETTING_UP
         self._num_done = 0
         self._num_beats = 0
-        self._stillness = StallTimer()
-        self._still: tuple[int, str, float] = (0, SETTING_UP, 0.0)
+        self._stall_timer = StallTimer()
+        self._stall: tuple[int, str, float] = (0, SETTING_UP, 0.0)  # progress and phase, and for how long they are so
 
     def start(self, path: str | None, *, local_rank: int, hang_timeout: float) -> None:
-        """Begin to beat.
+        """Begin to write heartbeats.
 
         Args:
-            path: leads to the agent's table; None for none.
+            path: of the agent's table; None for a process without an agent.
             local_rank: the slot there.
             hang_timeout: seconds without progress after which this process ends itself.
         """
@@ -84,33 +87,33 @@ class HeartbeatWriter:
                 self._stack_descriptor = os.memfd_create("stack")
                 faulthandler.register(signal.SIGUSR2, file=self._stack_descriptor, all_threads=True)
         self._trainer = threading.get_ident()
-        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+        PeriodicThread("heartbeat", _BEAT_SECONDS, self._beat).start()
 
     @property
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait to join, as far as the agent has said."""
+        """How many nodes wait to join, as the agent last saw them."""
         if self._table is None:
             return 0
         (number,) = NUMBER.unpack_from(self._table, NUM_WAITING_BEGIN)
         return int(number)
 
     def finished(self, step: int) -> None:
-        """Note that so many steps are finished, at once: the next instruction may be the last."""
+        """Write at once that `step` steps are finished: the process may be killed at the next instruction."""
         self.step = step
         self._write()
 
     def end(self) -> None:
-        """Say that this process ends, in order or with a word of why."""
+        """Write that this process exits by itself, and has logged why."""
         self._phase = ENDED
         self._write()
 
     def progress(self) -> None:
-        """Count something done. Called from any thread; a count that is lost between two of them does no harm."""
+        """Count a unit of work. Any thread may call this; a count lost between two of them does no harm."""
         self._num_done += 1
 
     @contextlib.contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """Say what this process does meanwhile."""
+        """Set the phase that the heartbeats name, for the length of a context."""
         before, self._phase = self._phase, phase
         self._num_done += 1
         try:
@@ -120,7 +123,7 @@ class HeartbeatWriter:
             self._phase = before
 
     def patience(self, seconds: float) -> float:
-        """Return how long to wait for a sign of life: `seconds`, and longer while this process is being set up.
+        """Return how long to wait for a peer's heartbeat: `seconds`, and longer while this process is being set up.
 
         On a busy machine the imports alone, some of which hold the interpreter's lock, take many seconds.
         """
@@ -128,28 +131,27 @@ class HeartbeatWriter:
 
     def waiting_seconds(self) -> float:
         """Return for how long this process has waited for its peers; 0 where it does not."""
-        done, phase, seconds = self._still
+        done, phase, seconds = self._stall
         return seconds if phase in (WAITING, EXIT_BARRIER) and (done, phase) == (self._num_done, self._phase) else 0.0
 
     def _beat(self) -> None:
-        while True:
-            self._num_beats += 1
-            self._write()
-            done, phase = self._num_done, self._phase
-            self._still = (done, phase, self._stillness.seconds((done, phase)))
-            if phase not in (WAITING, EXIT_BARRIER):  # a peer may take as long as it lives
-                limit = self._hang_timeout if phase == COMPUTING else max(self._hang_timeout, _WHILE_STORES_MAY_BE_SLOW)
-                if self._still[2] > limit:
-                    self._end(phase, self._still[2])
-            for check in self.checks:
-                check()
-            time.sleep(_BEAT_SECONDS)
+        self._num_beats += 1
+        self._write()
+        done, phase = self._num_done, self._phase
+        seconds = self._stall_timer.seconds((done, phase))
+        self._stall = (done, phase, seconds)
+        if phase not in (WAITING, EXIT_BARRIER):  # a peer may take as long as it lives
+            limit = self._hang_timeout if phase == COMPUTING else max(self._hang_timeout, _NOT_COMPUTING_SECONDS)
+            if seconds > limit:
+                self._exit_hung(phase, seconds)
+        for check in self.checks:
+            check()
 
     def _write(self) -> None:
         if self._slot is not None:
-            self._slot[: SLOT.size] = self._sign().to_bytes()
+            self._slot[: SLOT.size] = self._record().to_bytes()
 
-    def _sign(self) -> HeartbeatRecord:
+    def _record(self) -> HeartbeatRecord:
         return HeartbeatRecord(
             pid=self._pid,
             pid_started=self._pid_started,
@@ -164,8 +166,8 @@ class HeartbeatWriter:
             run_id=self.run_id,
         )
 
-    def _end(self, phase: str, seconds: float) -> None:
-        """Tell where the thread that trains and those of its pool stand, and end the process."""
+    def _exit_hung(self, phase: str, seconds: float) -> None:
+        """Log the stacks of the thread that trains and of its pool, and end the process."""
         try:
             frames = sys._current_frames()  # noqa: SLF001 - the documented way to other threads' stacks
             stacks = [
@@ -175,11 +177,11 @@ class HeartbeatWriter:
             ]
             reason = f"no progress for {seconds:.0f} s while {phase}"
             hint = "; raise --hang_timeout if a micro-batch takes that long" if phase == COMPUTING else ""
-            self.tell(reason + hint, "\n".join(stacks))
+            self.log_hang(reason + hint, "\n".join(stacks))
         finally:
             self.end()
             os._exit(EXIT_FAILURE)
 
 
 heartbeat_writer: Final = HeartbeatWriter()
-"""One a process."""
+"""One a process: its table and its fatal signals are the process's, as is what the collectives report to it."""

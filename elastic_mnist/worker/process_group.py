@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_mnist.errors import PeerLost, UsageError
-from elastic_mnist.ipc import environment
+from elastic_mnist.ipc.environment import WorkerEnvironment
 from elastic_mnist.ipc.heartbeat import EXIT_BARRIER, WAITING
 from elastic_mnist.worker.heartbeat import heartbeat_writer
 from elastic_mnist.worker.peers import PeerWatch
@@ -27,35 +27,35 @@ from elastic_mnist.worker.rendezvous_store import assign_rank, open_store
 _T = TypeVar("_T")
 
 COLLECTIVE_TIMEOUT: Final = timedelta(days=1)
-"""A collective waits for a slow peer for as long as it lives; whether it does is for `PeerWatch` to tell."""
+"""A collective waits for a slow peer as long as it lives; `PeerWatch` decides whether it does."""
 
 
 class World:
     """The ranks of one generation. Every rank must make the same calls in the same order.
 
     Args:
-        place: this process's place.
+        env: of this process.
         device: where its tensors are.
-        timeout: seconds without a sign of life after which a peer counts as lost.
-        meeting_timeout: seconds within which all must have come; those just started may take their time.
+        timeout: seconds without a heartbeat after which a peer counts as lost.
+        meeting_timeout: seconds within which all ranks must have connected.
     """
 
     def __init__(
         self,
-        place: environment.WorkerEnvironment,
+        env: WorkerEnvironment,
         device: torch.device,
         *,
         timeout: float,
         meeting_timeout: float = 60.0,
     ) -> None:
-        self.size = place.world_size
+        self.size = env.world_size
         self.device = device
         self._timeout = timedelta(seconds=meeting_timeout)
         with peer_errors("meeting"):
-            self._store, self._key = open_store(place, self._timeout)
-            self.rank = assign_rank(self._store, place)
-            if self.size > 1:  # first, because a peer may be lost while they connect to each other
-                PeerWatch(place, self.rank, timeout=timeout, key=self._key)
+            self._store, self._key = open_store(env, self._timeout)
+            self.rank = assign_rank(self._store, env)
+            if self.size > 1:  # first: a peer may be lost while they connect to each other
+                PeerWatch(env, self.rank, timeout=timeout, key=self._key)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, store=self._store, rank=self.rank, world_size=self.size, timeout=COLLECTIVE_TIMEOUT
@@ -66,7 +66,7 @@ class World:
         if self.size > 1:
             with peer_errors("all-reduce"):
                 dist.all_reduce(tensor)
-                if tensor.is_cuda:  # NCCL returns at once; it is here that one waits, and here that a loss is noticed
+                if tensor.is_cuda:  # NCCL returns at once: the wait, and a peer's loss, are here
                     torch.cuda.synchronize(tensor.device)
 
     def gather(self, value: _T) -> list[_T]:
@@ -106,13 +106,13 @@ class World:
         return received
 
     def exit_barrier(self) -> None:
-        """Wait for rank 0, which may still be writing, however long that takes; and rank 0 for all others to know."""
+        """Wait for rank 0, which may still be writing; rank 0 waits until all others know that it is done."""
         if self.size == 1:
             return
         with peer_errors("exit barrier"), heartbeat_writer.phase(EXIT_BARRIER):
-            dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0)  # a rank 0 that is gone is noticed at once
+            dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0)  # raises at once if rank 0 is gone
             self._store.set(f"exited/{self.rank}", "")
-            for rank in range(1, self.size) if self.rank == 0 else ():  # it may be the one that serves the store
+            for rank in range(1, self.size) if self.rank == 0 else ():  # it may serve the store
                 self._store.get(f"exited/{rank}")
 
     def wrap(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
@@ -122,7 +122,7 @@ class World:
             return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
     def leave(self) -> None:
-        """End the process group, in order."""
+        """Destroy the process group."""
         dist.destroy_process_group()
 
 
@@ -144,12 +144,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 @contextlib.contextmanager
 def peer_errors(what: str) -> Iterator[None]:
-    """Wait for peers: say so meanwhile, and turn what torch raises when one of them is gone into `PeerLost`."""
+    """Set the phase of waiting for peers, and raise `PeerLost` for what torch raises when one of them is gone."""
     try:
         with heartbeat_writer.phase(WAITING):
             yield
-    except torch.OutOfMemoryError:  # this process's own trouble
+    except torch.OutOfMemoryError:  # no peer's fault
         raise
-    except RuntimeError as error:  # also torch's DistError and its kin
+    except RuntimeError as error:  # also torch's DistError and its subclasses
         reason = str(error).splitlines()[0][:300]
         raise PeerLost(f"{what}: {reason}") from error

@@ -1,4 +1,4 @@
-"""The store where the ranks of one generation meet: connection, namespace and rank numbers."""
+"""The store that the ranks of one generation share: connection, namespace and rank numbers."""
 
 import hashlib
 import time
@@ -9,31 +9,29 @@ from typing import Final
 import torch.distributed as dist
 
 from elastic_mnist.errors import PeerLost
-from elastic_mnist.ipc import environment
+from elastic_mnist.ipc.environment import WorkerEnvironment
 
 _POLL_SECONDS: Final = 0.02
-
-
 _RESEND_SECONDS: Final = 0.5
 
 
-def open_store(place: environment.WorkerEnvironment, timeout: timedelta) -> tuple[dist.Store, str]:
+def open_store(env: WorkerEnvironment, timeout: timedelta) -> tuple[dist.Store, str]:
     """Return a store that this generation's ranks alone use, and the generation's name there."""
-    if place.endpoint is None:
+    if env.endpoint is None:
         return dist.HashStore(), ""
-    store = connect(place, timeout)
-    key = place.generation_key or generation_handshake(store, place.rank, place.world_size, timeout)
+    store = connect(env, timeout)
+    key = env.generation_key or generation_handshake(store, env.rank, env.world_size, timeout)
     return dist.PrefixStore(f"elastic_mnist/{key}", store), key
 
 
-def connect(place: environment.WorkerEnvironment, timeout: timedelta, *, may_serve: bool = True) -> dist.TCPStore:
-    """Connect to the store where the workers meet, or serve it where no agent does."""
-    assert place.endpoint is not None
-    host, port = place.endpoint
+def connect(env: WorkerEnvironment, timeout: timedelta, *, may_serve: bool = True) -> dist.TCPStore:
+    """Connect to the workers' store; rank 0 serves it where no agent does."""
+    assert env.endpoint is not None
+    host, port = env.endpoint
     return dist.TCPStore(
         host,
         port,
-        is_master=may_serve and place.rank == 0 and not place.is_hosted,
+        is_master=may_serve and env.rank == 0 and not env.is_hosted,
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
@@ -41,11 +39,11 @@ def connect(place: environment.WorkerEnvironment, timeout: timedelta, *, may_ser
 
 
 def generation_handshake(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Agree on a name for this generation, in a store that may still hold the words of dead ones.
+    """Return a name that this generation's ranks agree on, in a store that may hold the keys of dead generations.
 
-    Each rank says hello with a fresh id. Rank 0 puts the ids it sees on a roster; a rank answers only to a
-    roster with its own fresh id on it, and the roster stands when all have answered. If rank 0 has read a
-    dead rank's hello, nobody answers for it; rank 0 looks again.
+    Each rank writes a new id as its hello. Rank 0 writes the ids that it reads as the roster; a rank confirms only a
+    roster with its own id, and the roster is valid when all ranks have confirmed it. No rank confirms a roster with a
+    dead rank's id, and rank 0 reads the hellos again.
     """
     own_id, names = uuid.uuid4().hex, dist.PrefixStore("elastic_mnist/roster", store)
     names.set(f"hello/{rank}", own_id)
@@ -66,12 +64,12 @@ def generation_handshake(store: dist.Store, rank: int, world_size: int, timeout:
     raise PeerLost(f"meeting: not all of the {world_size} ranks came within {timeout.total_seconds():.0f} s")
 
 
-def assign_rank(store: dist.Store, place: environment.WorkerEnvironment) -> int:
-    """Return this process's global rank: the longest-serving node's come first, else as the launcher numbered them.
+def assign_rank(store: dist.Store, env: WorkerEnvironment) -> int:
+    """Return this process's global rank: the longest-serving node's ranks first, else as the launcher numbered them.
 
-    The launcher numbers nodes by address and process id. A node that has just come could be the first of them, and
-    would decide, from what it alone can see, where a job goes on that others have been running.
+    The launcher numbers nodes by address and process id. A node that has just joined could be the first of them, and
+    would decide where the job resumes from what it alone can see.
     """
-    store.set(f"seat/{place.rank}", str(place.rounds_joined))
-    seniorities = [int(store.get(f"seat/{rank}")) for rank in range(place.world_size)]
-    return sorted(range(place.world_size), key=lambda rank: (-seniorities[rank], rank)).index(place.rank)
+    store.set(f"seat/{env.rank}", str(env.rounds_joined))
+    rounds = [int(store.get(f"seat/{rank}")) for rank in range(env.world_size)]
+    return sorted(range(env.world_size), key=lambda rank: (-rounds[rank], rank)).index(env.rank)

@@ -84,7 +84,7 @@ def identify(context: WorkerContext, start: Start) -> None:
     events.identify(run_id=start.record.run_id, generation=start.record.generation)
     heartbeat_writer.run_id, heartbeat_writer.generation = start.record.run_id, start.record.generation
     heartbeat_writer.rank, heartbeat_writer.world_size = context.world.rank, context.world.size
-    heartbeat_writer.tell = lambda reason, stack: log.error(
+    heartbeat_writer.log_hang = lambda reason, stack: log.error(
         "worker.hung", reason=reason, step=heartbeat_writer.step, stack=stack
     )
 
